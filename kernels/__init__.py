@@ -1,0 +1,1 @@
+"""GEMM kernels, their selector and their proofs, usable without the service."""

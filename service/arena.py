@@ -1,0 +1,167 @@
+"""Shared memory of front and worker: receives sizes, hands on slots of one sealed memfd that both map.
+
+No name under /dev/shm: nothing to leak after kill -9. Only the front allocates; the worker reads and writes at
+the offsets it is told. Pages are taken from the lowest free address, so a quiet service touches few of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import mmap
+import os
+from collections import defaultdict
+
+from service.errors import ServiceError
+
+PAGE = 4096
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Arena:
+    """One mapping of `size` bytes of the memfd `fd`."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.memory = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size: int) -> Arena:
+        """Make and seal the memfd; `size` bytes, rounded up to pages."""
+        size = -(-size // PAGE) * PAGE
+        fd = os.memfd_create("gemm-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return cls(fd, size)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes [offset, offset + nbytes)."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} lie outside the arena of {self.size}")
+        return self.memory[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Unmap and close; views that are still held keep the mapping alive."""
+        self.memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass
+        os.close(self.fd)
+
+
+class Slot:
+    """A piece of the arena, `capacity` bytes at `offset`, counted references; freed when the last is dropped."""
+
+    __slots__ = ("_refs", "capacity", "offset", "owner", "slots", "state")
+
+    def __init__(self, slots: Slots, offset: int, capacity: int, owner: str, state: str) -> None:
+        self.slots = slots
+        self.offset = offset
+        self.capacity = capacity
+        self.owner = owner
+        self.state = state
+        self._refs = 1
+
+    def view(self, nbytes: int | None = None) -> memoryview:
+        """The slot's bytes, or its first `nbytes`."""
+        n = self.capacity if nbytes is None else nbytes
+        if n > self.capacity:
+            raise ValueError(f"{n} bytes asked of a slot of {self.capacity}")
+        return self.slots.arena.view(self.offset, n)
+
+    def hold(self) -> Slot:
+        """One more reference."""
+        assert self._refs > 0, "slot was freed"
+        self._refs += 1
+        return self
+
+    def release(self) -> None:
+        """Drop a reference."""
+        assert self._refs > 0, "slot was freed"
+        self._refs -= 1
+        if self._refs == 0:
+            self.slots._free(self)
+
+    def become(self, state: str) -> None:
+        """Move the slot's bytes to another state of `gemm_arena_bytes{state}`."""
+        self.slots._move(self, state)
+
+
+class Slots:
+    """Allocator over an arena, for one thread (the front's loop): lowest address first, neighbours merged.
+
+    `share` bounds the bytes that one owner (API key) may hold at once.
+    """
+
+    STATES = ("request", "reply", "tensor")
+
+    def __init__(self, arena: Arena, *, share: int | None = None) -> None:
+        self.arena = arena
+        self.share = share or arena.size
+        self._starts: list[int] = [0]
+        self._sizes: dict[int, int] = {0: arena.size}
+        self.bytes_by_state: dict[str, int] = dict.fromkeys(self.STATES, 0)
+        self._by_owner: defaultdict[str, int] = defaultdict(int)
+
+    @property
+    def free(self) -> int:
+        """Bytes not allocated (they need not be contiguous)."""
+        return self.arena.size - sum(self.bytes_by_state.values())
+
+    def allocate(self, nbytes: int, *, owner: str = "", state: str = "request") -> Slot:
+        """A slot of at least `nbytes` (zero takes one page).
+
+        Raises ServiceError no_room where no free piece is large enough or the owner's share is used up.
+        """
+        need = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        if owner and state != "tensor" and self._by_owner[owner] + need > self.share:
+            raise ServiceError(
+                "no_room", f"this key already holds {self._by_owner[owner]} bytes of its share", limit=self.share
+            )
+        for index, start in enumerate(self._starts):
+            size = self._sizes[start]
+            if size >= need:
+                del self._sizes[start]
+                if size == need:
+                    del self._starts[index]
+                else:
+                    self._starts[index] = start + need
+                    self._sizes[start + need] = size - need
+                self.bytes_by_state[state] += need
+                if state != "tensor":
+                    self._by_owner[owner] += need
+                return Slot(self, start, need, owner, state)
+        raise ServiceError(
+            "no_room", f"the arena has no free piece of {need} bytes now", limit=self.arena.size, retry_after=1.0
+        )
+
+    def _free(self, slot: Slot) -> None:
+        self.bytes_by_state[slot.state] -= slot.capacity
+        self._disown(slot)
+        start, size = slot.offset, slot.capacity
+        index = bisect.bisect_left(self._starts, start)
+        if index < len(self._starts) and self._starts[index] == start + size:
+            size += self._sizes.pop(self._starts[index])
+            del self._starts[index]
+        if index > 0 and self._starts[index - 1] + self._sizes[self._starts[index - 1]] == start:
+            self._sizes[self._starts[index - 1]] += size
+        else:
+            self._starts.insert(index, start)
+            self._sizes[start] = size
+
+    def _disown(self, slot: Slot) -> None:
+        if slot.state != "tensor":
+            self._by_owner[slot.owner] -= slot.capacity
+            if not self._by_owner[slot.owner]:
+                del self._by_owner[slot.owner]
+
+    def _move(self, slot: Slot, state: str) -> None:
+        self._disown(slot)
+        self.bytes_by_state[slot.state] -= slot.capacity
+        slot.state = state
+        self.bytes_by_state[state] += slot.capacity
+        if state != "tensor":
+            self._by_owner[slot.owner] += slot.capacity

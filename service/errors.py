@@ -1,0 +1,86 @@
+"""Every refusal of the service in one table: receives a code and a detail, hands on problem+json (RFC 9457)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: code → (HTTP status, title). Codes are stable: clients may switch on them.
+CODES: dict[str, tuple[int, str]] = {
+    "malformed": (400, "The request can't be parsed or is cut short"),
+    "unauthorized": (401, "An API key is needed"),
+    "forbidden": (403, "This key or origin may not do that"),
+    "not_found": (404, "There is no such thing"),
+    "method_not_allowed": (405, "The method isn't allowed here"),
+    "not_acceptable": (406, "The reply can't be given in an accepted form"),
+    "request_timeout": (408, "The request took too long to arrive"),
+    "conflict": (409, "Another request is in the way"),
+    "lost": (410, "The tensor was lost before it was durable"),
+    "precondition_failed": (412, "A precondition failed"),
+    "too_large": (413, "The body is larger than the limit"),
+    "unsupported_media_type": (415, "The form of the body isn't known"),
+    "range_not_satisfiable": (416, "The range lies outside the tensor"),
+    "misdirected": (421, "The Host isn't one of this service's names"),
+    "invalid": (422, "The request is well-formed but invalid"),
+    "unsupported": (422, "No variant can take this problem"),
+    "idempotency_mismatch": (422, "The Idempotency-Key was used with another body"),
+    "queue_full": (429, "The queue is full"),
+    "quota": (429, "The key's quota is used up"),
+    "headers_too_large": (431, "The headers are larger than the limit"),
+    "internal": (500, "The service failed"),
+    "not_implemented": (501, "The service can't do that"),
+    "draining": (503, "The service is shutting down"),
+    "no_worker": (503, "No worker is ready"),
+    "read_only": (503, "The data folder can't be written"),
+    "deadline": (504, "The deadline passed before the work was done"),
+    "no_room": (507, "There is no room"),
+}
+
+
+class ServiceError(Exception):
+    """A refusal with its code. `field` names what is at fault, `limit` the bound that was passed."""
+
+    def __init__(
+        self,
+        code: str,
+        detail: str,
+        *,
+        field: str | None = None,
+        limit: int | float | None = None,
+        retry_after: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.field = field
+        self.limit = limit
+        self.retry_after = retry_after
+        self.headers = headers or {}
+
+    @property
+    def status(self) -> int:
+        """HTTP status of the code."""
+        return CODES[self.code][0]
+
+    def problem(self, request_id: str = "") -> dict[str, Any]:
+        """The problem+json document."""
+        status, title = CODES[self.code]
+        document: dict[str, Any] = {
+            "type": "about:blank",
+            "title": title,
+            "status": status,
+            "code": self.code,
+            "detail": self.detail,
+        }
+        if self.field is not None:
+            document["field"] = self.field
+        if self.limit is not None:
+            document["limit"] = self.limit
+        if request_id:
+            document["request_id"] = request_id
+        return document
+
+    def body(self, request_id: str = "") -> bytes:
+        """The document as bytes of application/problem+json."""
+        return json.dumps(self.problem(request_id)).encode()

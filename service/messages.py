@@ -1,0 +1,146 @@
+"""What crosses between front and worker: frozen structs over the link; tensors stay in the arena.
+
+Each struct is a tagged msgspec message. Offsets are bytes into the arena, which both sides map.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Operand(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in the arena: row-major, little-endian, `nbytes` written from `offset` on.
+
+    `tensor` names stored content (name and ETag) that a device cache may keep; "" for what passes through once.
+    """
+
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: str = ""
+
+
+class Params(msgspec.Struct, frozen=True, array_like=True):
+    """The request's arithmetic, as in the API: D = act(alpha · op(A) · op(B) + beta · C + bias)."""
+
+    out_dtype: str
+    trans_a: bool = False
+    trans_b: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+    bias_dim: str = "n"
+    activation: str = "none"
+    precision: str = "ieee"
+    batch_invariant: bool = True
+    variant: str = "auto"
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """One request: where its operands lie and where D goes. `deadline` is CLOCK_MONOTONIC seconds, 0 for none."""
+
+    id: int
+    a: Operand
+    b: Operand
+    out: Operand
+    params: Params
+    c: Operand | None = None
+    bias: Operand | None = None
+    deadline: float = 0.0
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """Work for the worker. `stacked`: all items share B and parameters and differ in rows of A only.
+
+    `reference_only`: it died with a worker once, so it runs on the reference.
+    """
+
+    id: int
+    items: tuple[Item, ...]
+    stacked: bool = False
+    reference_only: bool = False
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answered by Pong from the worker's reading thread; tells a live process from a stopped one."""
+
+    number: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """A question to the kernels side: `what` is "variants", "choose", "predict" or "trace"; args are plain data."""
+
+    id: int
+    what: str
+    args: dict[str, Any] = {}
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Stored content that a device cache may drop: it was deleted or replaced."""
+
+    tensors: tuple[str, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what was sent, then leave with exit status 0."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Sent once, after a verified GEMM on the reference. `device` holds the fields of kernels.device.Device."""
+
+    pid: int
+    device: dict[str, Any]
+    versions: dict[str, str]
+    stacking: bool
+
+
+class ItemDone(msgspec.Struct, frozen=True, array_like=True):
+    """How one item ended. `code` is "" where D was written, else a code of service.errors with its detail."""
+
+    id: int
+    code: str = ""
+    detail: str = ""
+    variant: str = ""
+    reason: str = ""
+    why: str = ""
+
+
+class BatchDone(msgspec.Struct, frozen=True, tag="batch_done"):
+    """A batch ended. Seconds by stage word: copy_in, kernel, copy_out. `flops` were executed by `variant`s."""
+
+    id: int
+    items: tuple[ItemDone, ...]
+    seconds: dict[str, float]
+    flops: dict[str, float]
+    busy: dict[str, float]
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Answer to a Ping."""
+
+    number: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Answer to an Ask: plain data, or a code of service.errors with its detail."""
+
+    id: int
+    value: Any = None
+    code: str = ""
+    detail: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """What the worker tells unasked, for metrics: gauges by name and labels, quarantined variants and why."""
+
+    gauges: dict[str, float] = {}
+    quarantined: dict[str, str] = {}
+    tensor_active: float | None = None
+    tensor_source: str = ""
+    sm_clock_mhz: float | None = None
+
+
+ToWorker = Batch | Ping | Ask | Forget | Drain
+ToFront = Ready | BatchDone | Pong | Answer | Report
