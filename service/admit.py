@@ -1,0 +1,59 @@
+"""Who gets in: receives a request's size and the queue's state, hands on admission or a refusal with its code.
+
+Pure: the time is an argument. Sizes of bodies and shapes are bounded in decode, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.batch import Queue, Work
+from service.errors import ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of the queue: requests and bytes of operands and results."""
+
+    requests: int
+    nbytes: int
+
+
+def admit(work: Work, queue: Queue, bounds: Bounds, now: float) -> None:
+    """Let `work` in or raise ServiceError: deadline (already passed), queue_full (429 with Retry-After)."""
+    if work.deadline is not None and work.deadline <= now:
+        raise ServiceError("deadline", "the deadline passed before the request was queued", field="deadline_ms")
+    retry = max(1.0, queue.seconds)
+    if queue.depth >= bounds.requests:
+        raise ServiceError(
+            "queue_full", f"{queue.depth} requests are waiting", limit=bounds.requests, retry_after=retry
+        )
+    if queue.depth and queue.nbytes + work.nbytes > bounds.nbytes:
+        raise ServiceError(
+            "queue_full", f"{queue.nbytes} bytes of operands are waiting", limit=bounds.nbytes, retry_after=retry
+        )
+
+
+class Estimate:
+    """Seconds that a product will take, from its FLOPs and bytes; learns from what batches took.
+
+    Starts from the device's peaks; each batch moves a correction factor by an eighth (the smoothing of RFC 6298).
+    """
+
+    def __init__(self, flops_per_second: float = 1e11, bytes_per_second: float = 1e10) -> None:
+        self.flops_per_second = flops_per_second
+        self.bytes_per_second = bytes_per_second
+        self._factor = 1.0
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """Estimated seconds on the device."""
+        return self._factor * self._floor(flops, nbytes)
+
+    def learn(self, flops: float, nbytes: float, seconds: float) -> None:
+        """A batch of `flops` and `nbytes` took `seconds`."""
+        floor = self._floor(flops, nbytes)
+        if floor > 0 and seconds > 0:
+            self._factor += (min(max(seconds / floor, 0.01), 100.0) - self._factor) / 8
+
+    def _floor(self, flops: float, nbytes: float) -> float:
+        return max(flops / self.flops_per_second, nbytes / self.bytes_per_second, 2e-5)

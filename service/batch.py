@@ -1,0 +1,204 @@
+"""What runs together: receives admitted work, hands on batches, oldest of the highest priority first.
+
+Pure: the time is an argument, nothing here sleeps or sends. While a device is busy the queue grows, and the next
+batch takes what is there. Requests that share a resident B and all parameters are stacked along M.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from service.messages import Item, Operand, Params
+
+#: Priority 1 is the highest; 0 in a request means this one.
+DEFAULT_PRIORITY = 5
+PRIORITIES = range(1, 11)
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One GEMM on its way. `seconds` is its estimated time on the device; times are CLOCK_MONOTONIC seconds.
+
+    `release` gives the operands back; it is called once, when nothing can read them any more. `retries` counts
+    the workers that died with it.
+    """
+
+    id: int
+    a: Operand
+    b: Operand
+    out: Operand
+    params: Params
+    c: Operand | None = None
+    bias: Operand | None = None
+    owner: str = ""
+    priority: int = DEFAULT_PRIORITY
+    deadline: float | None = None
+    seconds: float = 0.0
+    arrived: float = 0.0
+    retries: int = 0
+    release: Callable[[], None] = _nothing
+    stack_key: tuple[object, ...] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stack_key = _stack_key(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of operands and result that the work holds."""
+        parts = (self.a, self.b, self.out, self.c, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def rows(self) -> int:
+        """Rows of A."""
+        return self.a.shape[-2]
+
+    def item(self) -> Item:
+        """The message for the worker."""
+        deadline = 0.0 if self.deadline is None else self.deadline
+        return Item(self.id, self.a, self.b, self.out, self.params, self.c, self.bias, deadline)
+
+
+def _stack_key(work: Work) -> tuple[object, ...] | None:
+    """What must be equal for two requests to be stacked along M; None where one can't be.
+
+    B and bias must be resident (their content is then named by an ETag); C and a bias along M have rows of their
+    own, and a transposed A is no stack of rows.
+    """
+    params = work.params
+    if not work.b.tensor or work.c is not None or params.trans_a:
+        return None
+    if len(work.a.shape) != 2 or len(work.b.shape) != 2:
+        return None
+    if work.bias is not None and (params.bias_dim != "n" or not work.bias.tensor):
+        return None
+    return (work.b.tensor, work.a.dtype, work.a.shape[1], work.bias and work.bias.tensor, params)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one batch: requests, rows of a stack, and estimated seconds of a group."""
+
+    requests: int = 64
+    rows: int = 16384
+    group_seconds: float = 0.005
+    delay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The works of one batch."""
+
+    works: tuple[Work, ...]
+    stacked: bool
+
+
+class Queue:
+    """Admitted work that no worker has yet."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._levels: dict[int, dict[int, Work]] = {level: {} for level in PRIORITIES}
+        self._stacks: dict[tuple[object, ...], dict[int, Work]] = {}
+        self.depth = 0
+        self.nbytes = 0
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Work]:
+        return itertools.chain.from_iterable(level.values() for level in self._levels.values())
+
+    def put(self, work: Work, *, first: bool = False) -> None:
+        """Add work; `first` puts it before its equals (it has waited once already)."""
+        level = self._levels[work.priority]
+        if first:
+            rest = list(level.items())
+            level.clear()
+            level[work.id] = work
+            level.update(rest)
+        else:
+            level[work.id] = work
+        if work.stack_key is not None:
+            self._stacks.setdefault(work.stack_key, {})[work.id] = work
+        self.depth += 1
+        self.nbytes += work.nbytes
+        self.seconds += work.seconds
+
+    def discard(self, work: Work) -> bool:
+        """Take work out; False where it isn't here."""
+        if self._levels[work.priority].pop(work.id, None) is None:
+            return False
+        if work.stack_key is not None:
+            stack = self._stacks[work.stack_key]
+            del stack[work.id]
+            if not stack:
+                del self._stacks[work.stack_key]
+        self.depth -= 1
+        self.nbytes -= work.nbytes
+        # Sums of floats drift; an empty queue has no work.
+        self.seconds = self.seconds - work.seconds if self.depth else 0.0
+        return True
+
+    def expired(self, now: float) -> list[Work]:
+        """Take out all work whose deadline has passed."""
+        late = [work for work in self if work.deadline is not None and work.deadline <= now]
+        for work in late:
+            self.discard(work)
+        return late
+
+    def wait(self, now: float) -> float:
+        """Seconds until `take` gives a batch: 0 when it does now, infinity when empty."""
+        head = self._head()
+        if head is None:
+            return float("inf")
+        if self.depth >= self.limits.requests:
+            return 0.0
+        return max(0.0, head.arrived + self.limits.delay - now)
+
+    def take(self, *, stacking: bool = True) -> Taken | None:
+        """Take the next batch out. `stacking` False: this device's bits differ in a stack, so only who doesn't mind."""
+        head = self._head()
+        if head is None:
+            return None
+        if head.stack_key is not None and (stacking or not head.params.batch_invariant):
+            works = self._stack(head)
+            stacked = len(works) > 1
+        else:
+            works = self._group(head)
+            stacked = False
+        for work in works:
+            self.discard(work)
+        return Taken(tuple(works), stacked)
+
+    def _head(self) -> Work | None:
+        return next(iter(self), None)
+
+    def _stack(self, head: Work) -> list[Work]:
+        assert head.stack_key is not None
+        works, rows = [head], head.rows
+        for work in self._stacks[head.stack_key].values():
+            if len(works) >= self.limits.requests:
+                break
+            if work is not head and not work.retries and rows + work.rows <= self.limits.rows:
+                works.append(work)
+                rows += work.rows
+        return works if not head.retries else [head]
+
+    def _group(self, head: Work) -> list[Work]:
+        works: list[Work] = []
+        seconds = 0.0
+        for work in self._levels[head.priority].values():
+            if works and (seconds + work.seconds > self.limits.group_seconds or work.retries or head.retries):
+                break
+            if work is not head and work.stack_key is not None:
+                break
+            works.append(work)
+            seconds += work.seconds
+            if len(works) >= self.limits.requests:
+                break
+        return works

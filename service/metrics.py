@@ -1,0 +1,176 @@
+"""Every metric of the service: receives counts and times from the stages, hands on the Prometheus exposition.
+
+One process (the front) registers them all; workers report over the link. Base units: seconds, bytes, FLOPs.
+Every label has a bound: `code` is an HTTP status, `reason` and `stage` are enumerations, `route` a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+#: Stage words, in the order in which a request meets them; file names, logs and traces use the same.
+STAGES = ("decode", "admit", "batch", "link", "copy_in", "kernel", "copy_out", "reply")
+
+REJECTIONS = (
+    "queue_full",
+    "quota",
+    "too_large",
+    "invalid",
+    "malformed",
+    "unauthorized",
+    "deadline",
+    "draining",
+    "no_worker",
+    "no_room",
+    "client_gone",
+    "other",
+)
+
+RESTARTS = ("crash", "hang", "start_failed", "device")
+QUARANTINES = ("wrong", "hang", "fault", "untested")
+
+_DURATIONS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_FINE = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0, 5.0)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class _Live(Collector):
+    """Gauges that are read when scraped: queue, arena, store."""
+
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], list[GaugeMetricFamily]]] = []
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        return [family for source in self.sources for family in source()]
+
+
+class Metrics:
+    """The registry and a method for each event; children of labels are kept, so that a hot event is a dict look-up."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()
+        registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        GCCollector(registry=registry)
+        self._live = _Live()
+        registry.register(self._live)
+        self.requests = Counter("gemm_requests", "Requests answered.", ["route", "code"], registry=registry)
+        self.duration = Histogram(
+            "gemm_request_duration_seconds",
+            "From the first byte of a request to the last of its reply.",
+            ["route"],
+            buckets=_DURATIONS,
+            registry=registry,
+        )
+        self.queue_wait = Histogram(
+            "gemm_queue_wait_seconds",
+            "From acceptance to the hand-over to a worker.",
+            buckets=_FINE,
+            registry=registry,
+        )
+        self.stage = Histogram(
+            "gemm_stage_seconds", "Time in each stage of a request.", ["stage"], buckets=_FINE, registry=registry
+        )
+        self.flops = Counter(
+            "gemm_flops", "Floating-point operations done, 2·M·N·K a product.", ["variant"], registry=registry
+        )
+        self.kernel_busy = Counter(
+            "gemm_kernel_busy_seconds", "Seconds in which kernels of a variant ran.", ["variant"], registry=registry
+        )
+        self.batch_requests = Histogram(
+            "gemm_batch_requests", "Requests in a batch.", buckets=_SIZES, registry=registry
+        )
+        self.rejected = Counter("gemm_rejected", "Requests refused, by reason.", ["reason"], registry=registry)
+        self.restarts = Counter(
+            "gemm_worker_restarts", "Workers started again, by the reason of the end.", ["reason"], registry=registry
+        )
+        self.choices = Counter(
+            "gemm_variant_choices", "Choices of the selector.", ["variant", "reason"], registry=registry
+        )
+        self.quarantined = Gauge(
+            "gemm_variant_quarantined", "1 for a variant that may not run.", ["variant", "reason"], registry=registry
+        )
+        self.build_info = Gauge("gemm_build_info", "Versions, as labels.", ["version", "device", "backend"], registry=registry)
+        self.probe_up = Gauge(
+            "gemm_tensor_probe_up", "1 where tensor-core activity can be read from the hardware.", ["gpu"], registry=registry
+        )
+        self.tensor_active = Gauge(
+            "gemm_tensor_active_ratio",
+            "Fraction of cycles in which tensor cores were active, read from the hardware.",
+            ["gpu", "source"],
+            registry=registry,
+        )
+        self.sm_clock = Gauge("gemm_sm_clock_hertz", "SM clock as read beside it.", ["gpu"], registry=registry)
+        for reason in REJECTIONS:
+            self.rejected.labels(reason)
+        for reason in RESTARTS:
+            self.restarts.labels(reason)
+        self._stages = {name: self.stage.labels(name) for name in STAGES}
+        self._requests: dict[tuple[str, int], Counter] = {}
+        self._durations: dict[str, Histogram] = {}
+        self._choices: dict[tuple[str, str], Counter] = {}
+
+    def request(self, route: str, code: int, seconds: float) -> None:
+        """A request was answered (code 499: the client left first)."""
+        key = (route, code)
+        counter = self._requests.get(key)
+        if counter is None:
+            counter = self._requests[key] = self.requests.labels(route, str(code))
+            self._durations.setdefault(route, self.duration.labels(route))
+        counter.inc()
+        self._durations[route].observe(seconds)
+
+    def took(self, stage: str, seconds: float) -> None:
+        """A stage took `seconds`."""
+        self._stages[stage].observe(seconds)
+
+    def reject(self, code: str) -> None:
+        """A request was refused with a code of service.errors."""
+        self.rejected.labels(code if code in REJECTIONS else "other").inc()
+
+    def choice(self, variant: str, reason: str) -> None:
+        """The selector chose `variant` for `reason`."""
+        counter = self._choices.get((variant, reason))
+        if counter is None:
+            counter = self._choices[variant, reason] = self.choices.labels(variant, reason)
+        counter.inc()
+
+    def quarantine(self, outcomes: Mapping[str, str]) -> None:
+        """The variants that may not run now, each with its reason (see QUARANTINES)."""
+        self.quarantined.clear()
+        for variant, reason in outcomes.items():
+            self.quarantined.labels(variant, reason if reason in QUARANTINES else "fault").set(1)
+
+    def live(self, name: str, text: str, read: Callable[[], float | Mapping[str, float]], label: str = "") -> None:
+        """Register a gauge that is read when scraped; a mapping gives one sample a value of `label`."""
+
+        def source() -> list[GaugeMetricFamily]:
+            value = read()
+            if isinstance(value, Mapping):
+                family = GaugeMetricFamily(name, text, labels=[label])
+                for key, number in value.items():
+                    family.add_metric([key], number)
+            else:
+                family = GaugeMetricFamily(name, text, value=value)
+            return [family]
+
+        self._live.sources.append(source)
+
+    def exposition(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return generate_latest(self.registry)

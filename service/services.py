@@ -1,0 +1,29 @@
+"""What the routes share: receives the parts that app.py builds, hands them on by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from service.arena import Arena, Slots
+    from service.jobs import Jobs
+    from service.keys import Keys
+    from service.metrics import Metrics
+    from service.settings import Settings
+    from service.store import TensorStore
+    from service.supervisor import Supervisor
+
+
+@dataclass(slots=True)
+class Services:
+    """One front's parts; routes find it at `scope["app"].state.services`."""
+
+    settings: Settings
+    metrics: Metrics
+    keys: Keys
+    arena: Arena
+    slots: Slots
+    supervisor: Supervisor
+    store: TensorStore
+    jobs: Jobs
