@@ -1,0 +1,1 @@
+"""Device drivers of the worker: each receives batches over the arena and hands on outcomes."""

@@ -1,0 +1,79 @@
+"""The device interface that the worker drives: receives batches, hands on `BatchDone`s through a callback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kernels.device import Device
+from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem
+from service.messages import Batch, BatchDone, Item, ItemDone, Report
+
+
+class CannotStart(Exception):
+    """The device can't be used. `needs_person`: trying again won't help (driver mismatch, Xid, no such device)."""
+
+    def __init__(self, text: str, *, needs_person: bool = False) -> None:
+        super().__init__(text)
+        self.needs_person = needs_person
+
+
+class Driver(Protocol):
+    """One device. Methods are called from the worker's main thread, `ask` from another."""
+
+    device: Device
+    backend: str
+    #: Whether rows keep their bits when stacked on this device, as a self-test found.
+    stacking: bool
+
+    def start(self, report: Callable[[Report], None]) -> None:
+        """Open the device and verify a GEMM on the reference. Raises CannotStart."""
+        ...
+
+    def submit(self, batch: Batch, done: Callable[[BatchDone], None]) -> None:
+        """Run a batch, or hand it to the lanes (blocking while they are full); `done` may come on any thread."""
+        ...
+
+    def ask(self, what: str, args: dict[str, Any]) -> Any:
+        """Answer a question with plain data. Raises kernels.problem.Unsupported or ValueError."""
+        ...
+
+    def forget(self, tensors: Sequence[str]) -> None:
+        """Drop what caches keep of these tensors."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was submitted and let the device go."""
+        ...
+
+
+def problem_of(item: Item) -> Problem:
+    """The item's `Problem`. Operands are as decode checked them: equal batch or batch 1, matching K."""
+    params = item.params
+    a, b = item.a.shape, item.b.shape
+    m, k = (a[-1], a[-2]) if params.trans_a else (a[-2], a[-1])
+    batch = item.out.shape[0] if len(item.out.shape) == 3 else 1
+    bias = BiasDim(params.bias_dim) if item.bias is not None else None
+    return Problem(
+        m=m,
+        n=item.out.shape[-1],
+        k=k,
+        batch=batch,
+        dtype=DType(item.a.dtype),
+        out_dtype=DType(params.out_dtype),
+        trans_a=params.trans_a,
+        trans_b=params.trans_b,
+        epilogue=Epilogue(params.alpha, params.beta, item.c is not None, bias, Activation(params.activation)),
+        precision=Precision(params.precision),
+        batch_invariant=params.batch_invariant,
+        a_broadcast=batch > 1 and (len(a) == 2 or a[0] == 1),
+        b_broadcast=batch > 1 and (len(b) == 2 or b[0] == 1),
+    )
+
+
+def late(item: Item) -> ItemDone | None:
+    """The refusal of an item whose deadline has passed; deadlines are checked until launch."""
+    if item.deadline and item.deadline <= time.monotonic():
+        return ItemDone(item.id, "deadline", "the deadline passed before the kernel was launched")
+    return None

@@ -1,0 +1,259 @@
+"""One worker process as the front sees it: receives batches and questions, hands on answers, or the news of its end.
+
+Constructors build; `run` loops: start, ready, ping, end, back off, start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from service.arena import Arena
+from service.batch import Work
+from service.errors import ServiceError
+from service.link import FrontLink
+from service.messages import (
+    Answer,
+    Ask,
+    Batch,
+    BatchDone,
+    Drain,
+    Forget,
+    Ping,
+    Pong,
+    Ready,
+    Report,
+    ToFront,
+)
+
+log = logging.getLogger("gemm.supervisor")
+
+#: Exit statuses of the worker. A start that failed is tried again with back-off; a device that needs a person
+#: (driver mismatch, Xid) keeps the worker down.
+EXIT_CANNOT_START = 3
+EXIT_NEEDS_PERSON = 4
+
+
+class State(StrEnum):
+    """Life of a worker."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"
+    DOWN = "down"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Limits in seconds: for start, between pings, without an answer, and the first and longest back-off."""
+
+    start: float = 120.0
+    ping: float = 1.0
+    hang: float = 10.0
+    backoff_first: float = 0.1
+    backoff_most: float = 10.0
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch that the worker has. `limit` is when it counts as hung (CLOCK_MONOTONIC seconds)."""
+
+    batch: Batch
+    works: tuple[Work, ...]
+    sent: float
+    limit: float
+
+
+@dataclass(slots=True)
+class Handle:
+    """One worker. `on_done`, `on_ready`, `on_end` and `on_report` are the supervisor's; all run on the loop."""
+
+    index: int
+    arena: Arena
+    arguments: list[str]
+    times: Times
+    on_ready: Callable[[Handle, Ready], None]
+    on_done: Callable[[Handle, Flight, BatchDone], None]
+    on_end: Callable[[Handle, str, list[Flight]], None]
+    on_report: Callable[[Handle, Report], None]
+    state: State = State.STOPPED
+    detail: str = ""
+    ready: Ready | None = None
+    flights: dict[int, Flight] = field(default_factory=dict)
+    failures: int = 0
+    _link: FrontLink | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    _ask_number: int = 0
+    _pinged: int = 0
+    _ponged: float = 0.0
+    _stopping: bool = False
+    _reason: str = "crash"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while one runs."""
+        return self._process.pid if self._process is not None else None
+
+    async def run(self) -> None:
+        """Keep a worker alive until `drain` or `kill_for_good`."""
+        while not self._stopping:
+            self.state = State.STARTING
+            status = await self._life()
+            if self._stopping:
+                break
+            self.failures += 1
+            if status == EXIT_NEEDS_PERSON:
+                self.state, self.detail = State.DOWN, "the device needs a person; see the worker's log"
+                log.error("worker %d stays down: %s", self.index, self.detail)
+                return
+            delay = min(self.times.backoff_first * 2 ** (self.failures - 1), self.times.backoff_most)
+            self.state, self.detail = State.BACKOFF, f"ended with status {status}, starts again in {delay:.1f} s"
+            log.warning("worker %d %s", self.index, self.detail)
+            await asyncio.sleep(delay)
+        self.state = State.STOPPED
+
+    async def _life(self) -> int:
+        """One process from start to end; returns its exit status (negative: the signal)."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._reason = "start_failed"
+        with theirs:
+            command = [
+                *[sys.executable, "-m", "service.worker", "--link", str(theirs.fileno())],
+                *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size), *self.arguments],
+            ]
+            process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(), self.arena.fd), stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self._process = process
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(pidfd, ended.set)
+        link = self._link = FrontLink(self._received, lambda: None)
+        try:
+            await link.open(ours)
+            await self._watch(ended)
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            status = await asyncio.to_thread(process.wait)
+            link.close()
+            self._end(status)
+        return status
+
+    async def _watch(self, ended: asyncio.Event) -> None:
+        """Ping until the process ends; kill it when it doesn't answer or a batch outlasts its limit."""
+        started = self._ponged = time.monotonic()
+        while not ended.is_set():
+            try:
+                await asyncio.wait_for(ended.wait(), self.times.ping)
+            except TimeoutError:
+                pass
+            else:
+                return
+            now = time.monotonic()
+            if self.state is State.STARTING:
+                if now - started > self.times.start:
+                    log.error("worker %d did not start within %.0f s", self.index, self.times.start)
+                    return
+                continue
+            hung = [flight for flight in self.flights.values() if now > flight.limit]
+            if hung or now - self._ponged > self.times.hang:
+                self._reason = "hang"
+                what = f"batch {hung[0].batch.id} outlasted its limit" if hung else "pings are not answered"
+                log.error("worker %d (pid %s) hangs: %s", self.index, self.pid, what)
+                return
+            self._pinged += 1
+            self._send(Ping(self._pinged))
+
+    def _end(self, status: int) -> None:
+        flights = list(self.flights.values())
+        self.flights.clear()
+        self._process = self._link = self.ready = None
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(ServiceError("no_worker", "the worker ended before it answered"))
+        self._asked.clear()
+        self.state = State.STOPPED if self._stopping else State.BACKOFF
+        reason = {EXIT_CANNOT_START: "start_failed", EXIT_NEEDS_PERSON: "device"}.get(status, self._reason)
+        self.on_end(self, reason, flights)
+
+    def _received(self, message: ToFront) -> None:
+        match message:
+            case BatchDone():
+                flight = self.flights.pop(message.id, None)
+                if flight is not None:
+                    self.failures = 0
+                    self.on_done(self, flight, message)
+            case Pong():
+                self._ponged = time.monotonic()
+            case Answer():
+                self._answered(message)
+            case Report():
+                self.on_report(self, message)
+            case Ready():
+                self.ready, self.state, self.detail = message, State.READY, ""
+                self._reason, self._ponged = "crash", time.monotonic()
+                self.on_ready(self, message)
+
+    def _answered(self, answer: Answer) -> None:
+        future = self._asked.pop(answer.id, None)
+        if future is None or future.done():
+            return
+        if answer.code:
+            future.set_exception(ServiceError(answer.code, answer.detail))
+        else:
+            future.set_result(answer.value)
+
+    def _send(self, message: Batch | Ping | Ask | Forget | Drain) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def send(self, flight: Flight) -> None:
+        """Hand a batch over."""
+        self.flights[flight.batch.id] = flight
+        self._send(flight.batch)
+
+    def forget(self, tensors: tuple[str, ...]) -> None:
+        """Tell a device cache what was deleted or replaced."""
+        self._send(Forget(tensors))
+
+    async def ask(self, what: str, args: dict[str, Any], timeout: float) -> Any:
+        """Ask the kernels side; raises ServiceError where it refuses, ends or takes longer than `timeout` s."""
+        self._ask_number += 1
+        number = self._ask_number
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self._send(Ask(number, what, args))
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise ServiceError("no_worker", f"the worker did not answer within {timeout:g} s") from None
+        finally:
+            self._asked.pop(number, None)
+
+    def drain(self) -> None:
+        """Let the worker finish what it has and leave."""
+        self._stopping = True
+        self._send(Drain())
+
+    def kill_for_good(self) -> None:
+        """End it now and don't start another."""
+        self._stopping = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()

@@ -1,0 +1,348 @@
+"""Keeps workers fed and alive: receives admitted work, hands on batches, and brings each outcome back.
+
+Spawn, ready, ping, watchdog, restart and drain are Handle's; here is the queue, and what becomes of work whose
+worker died: a GEMM is pure, so it runs once more, on the reference, and then fails clearly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from service.admit import Bounds, Estimate, admit
+from service.arena import Arena
+from service.batch import Limits, Queue, Work
+from service.errors import ServiceError
+from service.handle import Flight, Handle, State, Times
+from service.messages import Batch, BatchDone, ItemDone, Ready, Report
+from service.metrics import Metrics
+
+log = logging.getLogger("gemm.supervisor")
+
+#: A worker that died with it may have died of it: run it once more, then give up.
+RETRIES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a GEMM went: what ran and why, seconds waited, seconds in the batch's stages, and the batch's size."""
+
+    variant: str
+    reason: str
+    why: str
+    queue_seconds: float
+    compute_seconds: float
+    batched: int
+
+
+@dataclass(slots=True)
+class _Waiting:
+    future: asyncio.Future[Outcome]
+    sent: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a supervisor runs: batch limits, queue bounds, worker times and arguments, batches sent ahead."""
+
+    limits: Limits
+    bounds: Bounds
+    times: Times
+    arguments: tuple[str, ...] = ()
+    workers: int = 1
+    ahead: int = 2
+    patience: float = 30.0
+
+
+class Supervisor:
+    """The queue and its workers, on the front's event loop."""
+
+    def __init__(self, arena: Arena, metrics: Metrics, options: Options) -> None:
+        self.options = options
+        self.metrics = metrics
+        self.queue = Queue(options.limits)
+        self.estimate = Estimate()
+        self.draining = False
+        #: Called with (flops, seconds) of each batch, for whoever shows it.
+        self.watchers: list[Callable[[BatchDone], None]] = []
+        self.report: Report | None = None
+        self._ids = itertools.count(1)
+        self._batches = itertools.count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._orphaned = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.handles = [
+            Handle(
+                index,
+                arena,
+                list(options.arguments),
+                options.times,
+                on_ready=self._on_ready,
+                on_done=self._on_done,
+                on_end=self._on_end,
+                on_report=self._on_report,
+            )
+            for index in range(options.workers)
+        ]
+        metrics.live("gemm_queue_depth", "Requests that wait for a worker.", lambda: float(self.queue.depth))
+        metrics.live("gemm_queue_seconds", "Estimated seconds of the work that waits.", lambda: self.queue.seconds)
+        metrics.live("gemm_workers_ready", "Workers that take work.", lambda: float(len(self._ready())))
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the workers and the clock that drops what waited too long."""
+        self._tasks = [asyncio.ensure_future(handle.run()) for handle in self.handles]
+        self._tasks.append(asyncio.ensure_future(self._sweep()))
+
+    @property
+    def ready(self) -> bool:
+        """Whether new work is taken and some worker can do it."""
+        return not self.draining and bool(self._ready())
+
+    def status(self) -> list[dict[str, Any]]:
+        """Each worker's state, for pages and health."""
+        return [
+            {"index": h.index, "state": str(h.state), "detail": h.detail, "pid": h.pid, "device": h.ready and h.ready.device}
+            for h in self.handles
+        ]
+
+    async def drain(self, grace: float) -> None:
+        """Refuse new work, finish what was accepted within `grace` seconds, and end the workers."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        for work in list(self.queue):
+            self.queue.discard(work)
+            self._fail(work, ServiceError("draining", "the service shut down before this was done"))
+        for handle in self.handles:
+            handle.drain()
+        runs = self._tasks[: len(self.handles)]
+        if runs:
+            await asyncio.wait(runs, timeout=max(1.0, min(grace, 5.0)))
+        for handle in self.handles:
+            handle.kill_for_good()
+        if runs:
+            await asyncio.wait(runs, timeout=5.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- work ---------------------------------------------------------------------------------------------------
+
+    def work_id(self) -> int:
+        """A number for a Work, unique in this process."""
+        return next(self._ids)
+
+    async def submit(self, work: Work) -> Outcome:
+        """Queue `work` and wait for its outcome.
+
+        Takes over `work.release`: it is called once the operands can't be read any more, whatever happens here.
+        Cancelling drops the work while it is queued; once a worker has it, it is finished and forgotten.
+        Raises ServiceError (queue_full, deadline, draining, no_worker, unsupported, no_room, …).
+        """
+        now = time.monotonic()
+        try:
+            self._check_open()
+            admit(work, self.queue, self.options.bounds, now)
+        except ServiceError as refusal:
+            work.release()
+            raise refusal
+        work.arrived = now
+        if not work.seconds:
+            work.seconds = self.estimate.seconds(_flops(work), work.nbytes)
+        waiting = _Waiting(asyncio.get_running_loop().create_future())
+        self._waiting[work.id] = waiting
+        self._idle.clear()
+        self.queue.put(work)
+        self._dispatch()
+        try:
+            return await waiting.future
+        except asyncio.CancelledError:
+            if self.queue.discard(work):
+                self._finish(work)
+            else:
+                self._waiting.pop(work.id, None)
+            raise
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise ServiceError("draining", "the service is shutting down", retry_after=1.0)
+        if all(handle.state is State.DOWN for handle in self.handles):
+            raise ServiceError("no_worker", self.handles[0].detail or "no worker can be started", retry_after=30.0)
+
+    def _dispatch(self) -> None:
+        """Give batches to workers that have room for one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self.queue.depth:
+            handle = min(
+                (h for h in self._ready() if len(h.flights) < self.options.ahead),
+                key=lambda h: len(h.flights),
+                default=None,
+            )
+            if handle is None:
+                return
+            now = time.monotonic()
+            wait = self.queue.wait(now)
+            if wait > 0:
+                self._timer = asyncio.get_running_loop().call_later(wait, self._dispatch)
+                return
+            assert handle.ready is not None
+            taken = self.queue.take(stacking=handle.ready.stacking)
+            if taken is not None:
+                self._launch(handle, taken.works, stacked=taken.stacked, now=now)
+
+    def _launch(self, handle: Handle, works: tuple[Work, ...], *, stacked: bool, now: float) -> None:
+        batch = Batch(
+            next(self._batches),
+            tuple(work.item() for work in works),
+            stacked,
+            any(work.retries for work in works),
+        )
+        for work in works:
+            waiting = self._waiting.get(work.id)
+            if waiting is not None:
+                waiting.sent = now
+            self.metrics.queue_wait.observe(now - work.arrived)
+        self.metrics.batch_requests.observe(len(works))
+        # A batch behind others waits for them too; a hang is far beyond any estimate.
+        ahead = sum(w.seconds for f in handle.flights.values() for w in f.works)
+        estimated = ahead + sum(work.seconds for work in works)
+        handle.send(Flight(batch, works, now, now + self.options.times.hang + 20 * estimated))
+
+    # -- news of workers ----------------------------------------------------------------------------------------
+
+    def _on_ready(self, handle: Handle, ready: Ready) -> None:
+        device = ready.device
+        peak = max(device.get("peak_flops", {}).values(), default=1e11)
+        self.estimate = Estimate(peak, device.get("bandwidth", 1e10))
+        self.metrics.build_info.clear()
+        self.metrics.build_info.labels(ready.versions.get("service", ""), device["name"], ready.versions.get("backend", "")).set(1)
+        log.info("worker %d (pid %d) is ready on %s", handle.index, ready.pid, device["name"])
+        self._dispatch()
+
+    def _on_done(self, handle: Handle, flight: Flight, done: BatchDone) -> None:
+        now = time.monotonic()
+        spent = now - flight.sent
+        stages = sum(done.seconds.values())
+        for stage, seconds in done.seconds.items():
+            self.metrics.took(stage, seconds)
+        self.metrics.took("link", max(0.0, spent - stages))
+        for variant, flops in done.flops.items():
+            self.metrics.flops.labels(variant).inc(flops)
+        for variant, busy in done.busy.items():
+            self.metrics.kernel_busy.labels(variant).inc(busy)
+        if done.flops:
+            self.estimate.learn(sum(done.flops.values()), sum(w.nbytes for w in flight.works), stages)
+        for work, item in zip(flight.works, done.items, strict=True):
+            self._settle(work, item, stages, len(flight.works))
+        for watcher in self.watchers:
+            watcher(done)
+        self._dispatch()
+
+    def _settle(self, work: Work, item: ItemDone, seconds: float, batched: int) -> None:
+        if item.code:
+            self._fail(work, ServiceError(item.code, item.detail))
+            return
+        self.metrics.choice(item.variant, item.reason)
+        waiting = self._waiting.get(work.id)
+        if waiting is not None and not waiting.future.done():
+            queued = waiting.sent - work.arrived
+            waiting.future.set_result(Outcome(item.variant, item.reason, item.why, queued, seconds, batched))
+        self._finish(work)
+
+    def _on_end(self, handle: Handle, reason: str, flights: list[Flight]) -> None:
+        if not self.draining:
+            self.metrics.restarts.labels(reason).inc()
+        works = [work for flight in flights for work in flight.works]
+        for work in reversed(works):
+            if work.id not in self._waiting:
+                self._finish(work)
+            elif work.retries < RETRIES:
+                work.retries += 1
+                self.queue.put(work, first=True)
+            else:
+                text = f"two workers ended while they had this request (the last: {reason})"
+                self._fail(work, ServiceError("no_worker", text, retry_after=1.0))
+        self._dispatch()
+
+    def _on_report(self, handle: Handle, report: Report) -> None:
+        self.report = report
+        self.metrics.quarantine(report.quarantined)
+        gpu = str(handle.index)
+        self.metrics.probe_up.labels(gpu).set(report.tensor_active is not None)
+        if report.tensor_active is None:
+            self.metrics.tensor_active.clear()
+        else:
+            self.metrics.tensor_active.labels(gpu, report.tensor_source).set(report.tensor_active)
+        if report.sm_clock_mhz is not None:
+            self.metrics.sm_clock.labels(gpu).set(report.sm_clock_mhz * 1e6)
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    async def ask(self, what: str, args: dict[str, Any] | None = None, timeout: float = 30.0) -> Any:
+        """Ask a worker's kernels side: "variants", "choose", "predict", "trace"."""
+        ready = self._ready()
+        if not ready:
+            raise ServiceError("no_worker", "no worker is ready", retry_after=1.0)
+        return await ready[0].ask(what, args or {}, timeout)
+
+    def forget(self, *tensors: str) -> None:
+        """Stored content is gone or replaced: device caches drop it."""
+        for handle in self.handles:
+            handle.forget(tensors)
+
+    # -- inner --------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> list[Handle]:
+        return [handle for handle in self.handles if handle.state is State.READY]
+
+    def _fail(self, work: Work, error: ServiceError) -> None:
+        waiting = self._waiting.get(work.id)
+        if waiting is not None and not waiting.future.done():
+            waiting.future.set_exception(error)
+        self._finish(work)
+
+    def _finish(self, work: Work) -> None:
+        self._waiting.pop(work.id, None)
+        work.release()
+        if not self._waiting and not any(handle.flights for handle in self.handles):
+            self._idle.set()
+
+    async def _sweep(self) -> None:
+        """Ten times a second: drop what is past its deadline, or has waited too long for any worker."""
+        while True:
+            await asyncio.sleep(0.1)
+            now = time.monotonic()
+            for work in self.queue.expired(now):
+                self._fail(work, ServiceError("deadline", "the deadline passed in the queue", field="deadline_ms"))
+            if self._ready():
+                self._orphaned = now
+            else:
+                down = all(handle.state is State.DOWN for handle in self.handles)
+                self._give_up(now, 0.0 if down else self.options.patience)
+
+    def _give_up(self, now: float, patience: float) -> None:
+        """No worker is ready: whoever has waited for `patience` seconds since one was gets a clear 503."""
+        for work in [w for w in self.queue if now - max(w.arrived, self._orphaned) > patience]:
+            self.queue.discard(work)
+            self._fail(work, ServiceError("no_worker", "no worker became ready in time", retry_after=5.0))
+
+
+def _flops(work: Work) -> float:
+    k = work.a.shape[-2] if work.params.trans_a else work.a.shape[-1]
+    cells = 1
+    for extent in work.out.shape:
+        cells *= extent
+    return 2.0 * k * cells

@@ -1,0 +1,146 @@
+"""The worker process, owner of the device: receives batches over the link, hands on their outcomes.
+
+One thread reads the link and answers pings; the main thread drives the device; questions that take their time
+have a thread of their own. Tensors are in the arena, mapped by front and worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kernels.problem import Unsupported
+from service.arena import Arena
+from service.drivers.base import CannotStart, Driver
+from service.handle import EXIT_CANNOT_START, EXIT_NEEDS_PERSON
+from service.link import WorkerLink
+from service.messages import Answer, Ask, Batch, Drain, Forget, Ping, Pong, Ready
+
+log = logging.getLogger("gemm.worker")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a worker on descriptors that the supervisor passed. Returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    _die_with_parent()
+    # The front decides when this process ends; a Ctrl-C in a terminal reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = WorkerLink(socket.socket(fileno=arguments.link))
+    arena = Arena(arguments.arena, arguments.arena_bytes)
+    try:
+        driver = open_driver(arguments.device, arguments.backend, arena)
+        driver.start(link.send)
+    except CannotStart as reason:
+        log.error("can't start on %s: %s", arguments.device, reason)
+        return EXIT_NEEDS_PERSON if reason.needs_person else EXIT_CANNOT_START
+    link.send(Ready(os.getpid(), asdict(driver.device), _versions(driver), driver.stacking))
+    return Worker(link, driver).run()
+
+
+def open_driver(device: str, backend: str, arena: Arena) -> Driver:
+    """The driver of `device` ("cpu" or "auto"). Raises CannotStart."""
+    if device in ("auto", "cpu"):
+        from service.drivers.cpu import CpuDriver
+
+        return CpuDriver(arena, backend)
+    raise CannotStart(f"device {device!r} has no driver in this build", needs_person=True)
+
+
+class Worker:
+    """Loops over the link until it is drained or the front is gone."""
+
+    def __init__(self, link: WorkerLink, driver: Driver) -> None:
+        self._link = link
+        self._driver = driver
+        self._inbox: queue.SimpleQueue[Batch | Forget | None] = queue.SimpleQueue()
+        self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+
+    def run(self) -> int:
+        """Drive the device from this thread. Returns the exit status."""
+        threading.Thread(target=self._read, name="link", daemon=True).start()
+        threading.Thread(target=self._answer, name="asks", daemon=True).start()
+        while True:
+            message = self._inbox.get()
+            if message is None:
+                break
+            if isinstance(message, Forget):
+                self._driver.forget(message.tensors)
+            else:
+                self._driver.submit(message, self._link.send)
+        self._driver.close()
+        self._link.close()
+        return 0
+
+    def _read(self) -> None:
+        while True:
+            messages = self._link.receive()
+            if messages is None:
+                # The front is gone, and with it every reader of results.
+                os._exit(0)
+            for message in messages:
+                match message:
+                    case Ping():
+                        self._link.send(Pong(message.number))
+                    case Batch() | Forget():
+                        self._inbox.put(message)
+                    case Ask():
+                        self._asks.put(message)
+                    case Drain():
+                        self._inbox.put(None)
+
+    def _answer(self) -> None:
+        while True:
+            ask = self._asks.get()
+            if ask is None:
+                return
+            self._link.send(self._answer_one(ask))
+
+    def _answer_one(self, ask: Ask) -> Answer:
+        try:
+            return Answer(ask.id, self._driver.ask(ask.what, ask.args))
+        except Unsupported as reason:
+            return Answer(ask.id, code="unsupported", detail=reason.because)
+        except ValueError as reason:
+            return Answer(ask.id, code="invalid", detail=str(reason))
+
+
+def _versions(driver: Driver) -> dict[str, str]:
+    found: dict[str, Any] = {"python": sys.version.split()[0], "backend": driver.backend}
+    for name, package in (("service", "gemm-service"), ("numpy", "numpy"), ("torch", "torch")):
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when the front dies, even while it is stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m service.worker", description="Started by the front, not by hand.")
+    parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the front")
+    parser.add_argument("--arena", type=int, required=True, help="descriptor of the arena's memfd")
+    parser.add_argument("--arena-bytes", type=int, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--backend", default="auto")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
