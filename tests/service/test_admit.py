@@ -1,0 +1,51 @@
+"""Admission: the right code with the limit, and estimates that learn."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.admit import Bounds, Estimate, admit
+from service.batch import Limits, Queue
+from service.errors import ServiceError
+from tests.service.works import work
+
+
+def refused(queue: Queue, bounds: Bounds, **fields: object) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        admit(work(**fields), queue, bounds, now=10.0)
+    return caught.value
+
+
+def test_a_full_queue_answers_429_with_retry_after_and_the_limit() -> None:
+    queue = Queue(Limits())
+    bounds = Bounds(requests=2, nbytes=10**9)
+    for _ in range(2):
+        each = work(seconds=3.0)
+        admit(each, queue, bounds, now=10.0)
+        queue.put(each)
+    error = refused(queue, bounds)
+    assert (error.status, error.code, error.limit, error.retry_after) == (429, "queue_full", 2, 6.0)
+
+
+def test_bytes_are_bounded_but_an_empty_queue_takes_anything() -> None:
+    queue = Queue(Limits())
+    bounds = Bounds(requests=100, nbytes=1000)
+    big = work(m=1000)
+    admit(big, queue, bounds, now=10.0)
+    queue.put(big)
+    error = refused(queue, bounds)
+    assert (error.code, error.limit) == ("queue_full", 1000)
+
+
+def test_a_deadline_in_the_past_is_refused_before_it_is_queued() -> None:
+    error = refused(Queue(Limits()), Bounds(1, 1), deadline=9.9)
+    assert (error.status, error.code, error.field) == (504, "deadline", "deadline_ms")
+
+
+def test_an_estimate_comes_closer_to_what_was_seen() -> None:
+    estimate = Estimate(1e12, 1e11)
+    assert estimate.seconds(1e12, 0) == 1.0
+    assert estimate.seconds(0, 1e11) == 1.0
+    for _ in range(40):
+        estimate.learn(1e9, 0, 0.004)
+    assert estimate.seconds(1e9, 0) == pytest.approx(0.004, rel=0.05)

@@ -1,0 +1,82 @@
+"""Arena and its slots: sealed, lowest address first, neighbours merged, shares held."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from service.arena import PAGE, Arena, Slot, Slots
+from service.errors import ServiceError
+
+
+@pytest.fixture
+def slots():
+    arena = Arena.create(64 * PAGE)
+    yield Slots(arena, share=32 * PAGE)
+    arena.close()
+
+
+def test_the_memfd_can_neither_shrink_nor_grow(slots: Slots) -> None:
+    for size in (PAGE, 128 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(slots.arena.fd, size)
+
+
+def test_both_mappings_see_the_same_bytes(slots: Slots) -> None:
+    other = Arena(os.dup(slots.arena.fd), slots.arena.size)
+    slot = slots.allocate(10)
+    slot.view(10)[:] = b"0123456789"
+    assert bytes(other.view(slot.offset, 10)) == b"0123456789"
+    other.close()
+
+
+def test_views_outside_the_arena_are_refused(slots: Slots) -> None:
+    for offset, nbytes in ((-1, 1), (0, 64 * PAGE + 1), (64 * PAGE, 1), (0, -1)):
+        with pytest.raises(ValueError, match="outside the arena"):
+            slots.arena.view(offset, nbytes)
+
+
+def test_random_traffic_leaves_one_free_piece(slots: Slots) -> None:
+    dice = random.Random(7)
+    held: list[Slot] = []
+    for _ in range(2000):
+        if held and dice.random() < 0.5:
+            held.pop(dice.randrange(len(held))).release()
+            continue
+        try:
+            slot = slots.allocate(dice.randrange(5 * PAGE), state="tensor")
+        except ServiceError as error:
+            assert error.code == "no_room"
+            continue
+        end = slot.offset + slot.capacity
+        assert all(end <= s.offset or s.offset + s.capacity <= slot.offset for s in held)
+        held.append(slot)
+        assert slots.free == slots.arena.size - sum(s.capacity for s in held)
+    for slot in held:
+        slot.release()
+    assert slots.bytes_by_state == {"request": 0, "reply": 0, "tensor": 0}
+    assert slots.allocate(64 * PAGE, state="tensor").offset == 0
+
+
+def test_a_slot_lives_until_its_last_reference_is_dropped(slots: Slots) -> None:
+    slot = slots.allocate(1)
+    slot.hold()
+    slot.release()
+    assert slots.free == 63 * PAGE
+    slot.release()
+    assert slots.free == 64 * PAGE
+    with pytest.raises(AssertionError, match="freed"):
+        slot.release()
+
+
+def test_one_key_cannot_take_more_than_its_share(slots: Slots) -> None:
+    slot = slots.allocate(30 * PAGE, owner="ann")
+    with pytest.raises(ServiceError) as refused:
+        slots.allocate(3 * PAGE, owner="ann")
+    assert (refused.value.code, refused.value.limit) == ("no_room", 32 * PAGE)
+    slots.allocate(3 * PAGE, owner="bob")
+    slot.become("tensor")
+    slots.allocate(3 * PAGE, owner="ann")
+    assert slots.bytes_by_state == {"request": 6 * PAGE, "reply": 0, "tensor": 30 * PAGE}
