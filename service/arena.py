@@ -119,7 +119,9 @@ class Slots:
         need = max(-(-nbytes // PAGE) * PAGE, PAGE)
         if owner and state != "tensor" and self._by_owner[owner] + need > self.share:
             raise ServiceError(
-                "no_room", f"this key already holds {self._by_owner[owner]} bytes of its share", limit=self.share
+                "no_room",
+                f"this key already holds {self._by_owner[owner]} bytes of its share",
+                limit=self.share,
             )
         for index, start in enumerate(self._starts):
             size = self._sizes[start]
@@ -135,7 +137,10 @@ class Slots:
                     self._by_owner[owner] += need
                 return Slot(self, start, need, owner, state)
         raise ServiceError(
-            "no_room", f"the arena has no free piece of {need} bytes now", limit=self.arena.size, retry_after=1.0
+            "no_room",
+            f"the arena has no free piece of {need} bytes now",
+            limit=self.arena.size,
+            retry_after=1.0,
         )
 
     def _free(self, slot: Slot) -> None:

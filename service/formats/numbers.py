@@ -1,0 +1,184 @@
+"""Tensors inside JSON: receives nested lists or base64 text, hands on arrays; and arrays as JSON text.
+
+NaN and infinities come bare (as Python and JavaScript libraries write them) or as the strings "NaN",
+"Infinity", "-Infinity", and leave as strings, which every JSON parser reads.
+"""
+
+from __future__ import annotations
+
+import binascii
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import ServiceError
+from service.formats.base import Tensor, checked, checked_shape, numpy_dtype
+
+SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+#: Elements that one piece of emitted JSON holds: bounds memory and the time the event loop is held.
+PIECE = 16384
+
+_decoder = msgspec.json.Decoder()
+
+
+def loads(text: bytes | memoryview) -> Any:
+    """A JSON document, bare NaN, Infinity and numbers beyond fp64 included."""
+    try:
+        return _decoder.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    # The strict parser knows neither bare NaN nor 1e999; the standard one does, at a third of the speed.
+    try:
+        return json.loads(bytes(text), parse_int=_whole)
+    except (ValueError, RecursionError) as error:
+        detail = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise ServiceError("malformed", f"the body isn't JSON: {detail}", field="body") from None
+
+
+def array(value: Any, dtype: str, *, field: str) -> NDArray[Any]:
+    """Nested lists of numbers as an array of `dtype`; ragged or foreign elements are refused by place."""
+    shape = shape_of(value, field=field)
+    flat: Any = value
+    for _ in range(len(shape) - 1):
+        flat = list(itertools.chain.from_iterable(flat))
+    kinds = set(map(type, flat))
+    if not kinds <= {int, float}:
+        flat = [_number(x, field) for x in flat]
+    try:
+        wide = np.array(flat, dtype=np.float64)
+    except OverflowError:
+        wide = np.array([_saturated(x) for x in flat], dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return wide.astype(numpy_dtype(dtype)).reshape(shape)
+
+
+def shape_of(value: Any, *, field: str) -> tuple[int, ...]:
+    """Shape of nested lists, every level checked."""
+    shape: list[int] = []
+    level: list[Any] = [value]
+    while True:
+        if not all(type(x) is list for x in level):
+            raise ServiceError(
+                "invalid", f"{field}: ragged: a list and a number stand side by side", field=field
+            )
+        lengths = set(map(len, level))
+        if len(lengths) > 1:
+            at = _place(level, shape)
+            raise ServiceError(
+                "invalid", f"{field}: ragged: {field}{at} differs in length from its neighbours", field=field
+            )
+        shape.append(lengths.pop() if lengths else 0)
+        if len(shape) > 8:
+            raise ServiceError("invalid", f"{field}: more than 8 levels of lists", field=field, limit=8)
+        first = next((x[0] for x in level if x), None)
+        if type(first) is not list:
+            break
+        level = list(itertools.chain.from_iterable(level))
+    if any(map(_holds_list, level)):
+        raise ServiceError("invalid", f"{field}: ragged: a list and a number stand side by side", field=field)
+    return checked_shape(shape, field=field)
+
+
+def base64(value: dict[str, Any], *, field: str) -> tuple[Tensor, bytes]:
+    """`{"b64", "dtype", "shape"}` as a tensor and its bytes, which are exactly the shape's."""
+    tensor = checked(value.get("dtype"), value.get("shape"), field=field)
+    text = value.get("b64")
+    if not isinstance(text, str):
+        raise ServiceError("invalid", f"{field}: b64 must be text", field=field)
+    if len(text) != -(-tensor.nbytes // 3) * 4:
+        raise ServiceError(
+            "invalid",
+            f"{field}: {len(text)} characters of base64 don't hold the {tensor.nbytes} bytes of its shape",
+            field=field,
+        )
+    try:
+        data = binascii.a2b_base64(text.encode("ascii"), strict_mode=True) if text else b""
+    except (binascii.Error, UnicodeEncodeError):
+        raise ServiceError(
+            "invalid", f"{field}: b64 isn't standard base64 with padding", field=field
+        ) from None
+    if len(data) != tensor.nbytes:
+        raise ServiceError(
+            "invalid", f"{field}: {len(data)} bytes came, the shape has {tensor.nbytes}", field=field
+        )
+    return tensor, data
+
+
+def dumps(values: NDArray[Any]) -> Iterator[bytes]:
+    """An array of one dimension or more as JSON text, in pieces of about PIECE elements."""
+    if values.ndim == 1 or values.size <= PIECE:
+        yield _text(values)
+        return
+    rows = max(1, PIECE // max(1, math.prod(values.shape[1:])))
+    yield b"["
+    for start in range(0, values.shape[0], rows):
+        lead = b"," if start else b""
+        if rows == 1 and values.ndim > 2:
+            yield lead
+            yield from dumps(values[start])
+        else:
+            yield lead + _text(values[start : start + rows])[1:-1]
+    yield b"]"
+
+
+def _text(values: NDArray[Any]) -> bytes:
+    wide = values.astype(np.float64)
+    if np.isfinite(wide).all():
+        return msgspec.json.encode(wide.tolist())
+    return msgspec.json.encode(_with_strings(wide.tolist()))
+
+
+def _with_strings(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_strings(x) for x in value]
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def _number(value: Any, field: str) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return _saturated(value)
+    if isinstance(value, str) and value in SPECIAL:
+        return SPECIAL[value]
+    raise ServiceError(
+        "invalid",
+        f"{field}: elements are numbers, or the strings {', '.join(SPECIAL)}; found {type(value).__name__}",
+        field=field,
+    )
+
+
+def _saturated(value: float) -> float:
+    """As fp64; a whole number beyond its range is infinite, as 1e999 is."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _whole(digits: str) -> int | float:
+    """int() takes quadratic time on long texts, and refuses very long ones."""
+    return int(digits) if len(digits) <= 400 else float(digits)
+
+
+def _holds_list(value: list[Any]) -> bool:
+    return list in set(map(type, value))
+
+
+def _place(level: list[Any], shape: list[int]) -> str:
+    """Index of the first list of `level` whose length isn't the first one's, as [i][j]."""
+    index = next(i for i, x in enumerate(level) if len(x) != len(level[0]))
+    places = []
+    for dim in reversed(shape):
+        places.append(index % dim)
+        index //= dim
+    return "".join(f"[{i}]" for i in reversed(places))
