@@ -95,7 +95,7 @@ class Transfer:
         if self.content_length is not None and self.received + wanted > self.content_length:
             raise ServiceError(
                 "malformed",
-                f"the body's {self.content_length} bytes are fewer than the {self.received + wanted} of its tensors",
+                f"the body has {self.content_length} bytes, its tensors take {self.received + wanted}",
                 field="body",
             )
         if self._native is not None and self.content_length is not None:
