@@ -1,0 +1,1 @@
+"""Kernel modules that the tests of the build compile."""
