@@ -2,7 +2,8 @@
 
 Sources, the first that names a setting wins: command-line flags, environment (`GEMM_PORT` for `port`), TOML
 file (`--config FILE` or `GEMM_CONFIG`), defaults. A wrong value or an unknown name raises `SettingsError`,
-whose one line names the setting, where it came from and what is allowed. Sizes take "4GiB", "500 MB", bytes.
+whose one line names the setting, where it came from and what is allowed. Sizes take "4GiB", "500 MB",
+bytes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,322 @@
+"""API keys: receives a bearer token, hands on the `Principal` it stands for; edits the file that holds them.
+
+A token is `gemm_<id>_<secret>` with 256 random bits of secret; the file keeps the SHA-256 of the whole
+token, so who reads the file can't use it. The file is read again when its modification time changes (looked
+at no more than once a second), so keys come and go without a restart; an unreadable file leaves the last
+good keys in force.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from service.errors import ServiceError
+from service.logs import Log
+from service.settings import Settings, SettingsError
+
+SCOPES = frozenset({"gemm", "tensors", "jobs", "admin"})
+
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LOOK_SECONDS = 1.0
+_log = Log("keys")
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Bounds on one key; None is no bound beyond the service's own.
+
+    The gate holds `requests_per_second` (with a burst of one second's worth) and `concurrent_requests`;
+    admission holds `flops_per_second`, the store `store_bytes` (of all keys of the owner).
+    """
+
+    requests_per_second: float | None = None
+    concurrent_requests: int | None = None
+    flops_per_second: float | None = None
+    store_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who a request acts for. Handles and jobs belong to `owner`, so they outlive a key that is rotated."""
+
+    owner: str
+    scopes: frozenset[str] = SCOPES
+    key_id: str = ""
+    quota: Quota = Quota()
+
+    def require(self, scope: str) -> None:
+        """Raises ServiceError forbidden where the key lacks `scope`; admin has them all."""
+        if scope not in self.scopes and "admin" not in self.scopes:
+            raise ServiceError("forbidden", f"this key lacks the scope {scope!r}", field="Authorization")
+
+
+#: Who acts where no keys are configured.
+ANONYMOUS = Principal("local")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row of the file. Times are Unix seconds; `expires` None is never."""
+
+    id: str
+    owner: str
+    sha256: str
+    scopes: frozenset[str]
+    quota: Quota = field(default_factory=Quota)
+    created: float = 0.0
+    expires: float | None = None
+
+
+@dataclass(slots=True)
+class _Use:
+    """Of one key: tokens left in its bucket, when that was, requests in flight."""
+
+    left: float
+    at: float
+    running: int = 0
+
+
+class Keys:
+    """The keys in force. Without a keys file there are none and everyone is `ANONYMOUS`."""
+
+    def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        path = self.path = settings.keys_file
+        self._clock = clock
+        self._keys: dict[str, tuple[Key, Principal]] = {}
+        self._uses: dict[str, _Use] = {}
+        self._stamp: tuple[int, int, int] | None = None
+        self._looked = clock()
+        if path is not None:
+            self._stamp = _stamp(path)
+            self._take(read(path))
+
+    @property
+    def required(self) -> bool:
+        """Whether a request needs a key."""
+        return self.path is not None
+
+    def check(self, authorization: str | None) -> Principal:
+        """The principal of an Authorization header; ServiceError unauthorized where it names no valid key."""
+        if self.path is None:
+            return ANONYMOUS
+        self._look()
+        if authorization is None:
+            raise _unauthorized("an API key is needed: Authorization: Bearer gemm_…")
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            raise _unauthorized("the Authorization scheme must be Bearer")
+        token = token.strip()
+        parts = token.split("_", 2)
+        known = self._keys.get(parts[1]) if len(parts) == 3 else None
+        # An unknown id costs the same digest and comparison as a known one.
+        right = hmac.compare_digest(digest(token), known[0].sha256 if known else digest(""))
+        if known is None or not right:
+            raise _unauthorized("this API key isn't valid")
+        key, principal = known
+        if key.expires is not None and key.expires <= time.time():
+            raise _unauthorized("this API key has expired")
+        return principal
+
+    def enter(self, principal: Principal) -> None:
+        """A request begins; ServiceError quota where the key has used up its share. Pair with `leave`."""
+        quota = principal.quota
+        if quota.requests_per_second is None and quota.concurrent_requests is None:
+            return
+        now = self._clock()
+        rate = quota.requests_per_second
+        burst = max(rate or 0.0, 1.0)
+        use = self._uses.setdefault(principal.key_id, _Use(burst, now))
+        if quota.concurrent_requests is not None and use.running >= quota.concurrent_requests:
+            raise ServiceError(
+                "quota",
+                "this key has as many requests running as it may",
+                limit=quota.concurrent_requests,
+                retry_after=1.0,
+            )
+        if rate is not None:
+            use.left = min(burst, use.left + (now - use.at) * rate)
+            use.at = now
+            if use.left < 1.0:
+                raise ServiceError(
+                    "quota",
+                    "this key sends more requests a second than it may",
+                    limit=rate,
+                    retry_after=(1.0 - use.left) / rate,
+                )
+            use.left -= 1.0
+        use.running += 1
+
+    def leave(self, principal: Principal) -> None:
+        """A request that entered has ended."""
+        use = self._uses.get(principal.key_id)
+        if use is not None and use.running > 0:
+            use.running -= 1
+
+    def _look(self) -> None:
+        """Read the file again where it changed; keep the last good keys where it can't be read."""
+        assert self.path is not None
+        now = self._clock()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        stamp = _stamp(self.path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            keys = read(self.path)
+        except SettingsError as error:
+            _log.error(
+                "keys file unreadable, the last good keys stay in force", file=self.path, why=str(error)
+            )
+            return
+        self._take(keys)
+        _log.info("keys read again", keys=len(keys))
+
+    def _take(self, keys: Iterable[Key]) -> None:
+        self._keys = {key.id: (key, Principal(key.owner, key.scopes, key.id, key.quota)) for key in keys}
+        self._uses = {name: use for name, use in self._uses.items() if name in self._keys}
+
+
+def digest(token: str) -> str:
+    """SHA-256 of a token, as the file has it."""
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def read(path: Path) -> list[Key]:
+    """All rows of the file; SettingsError where it is absent, malformed or open to other users."""
+    try:
+        mode = path.stat().st_mode
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"keys_file: can't read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"keys_file: {path} isn't JSON: {error}") from None
+    # Group may read: orchestrators mount secrets that way. Nobody else may, and only the owner may write.
+    if mode & (stat.S_IWGRP | stat.S_IRWXO):
+        raise SettingsError(f"keys_file: {path} is open to other users; chmod 600 {path}")
+    try:
+        return [_key(row) for row in document["keys"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingsError(f"keys_file: {path}: a row is malformed: {error}") from None
+
+
+def add(
+    path: Path,
+    owner: str,
+    *,
+    scopes: Iterable[str] = ("gemm", "tensors", "jobs"),
+    quota: Quota | None = None,
+    expires: float | None = None,
+) -> tuple[Key, str]:
+    """A new key for `owner`: its row, now in the file (made if absent), and the token, kept nowhere."""
+    if not _OWNER.fullmatch(owner):
+        raise ValueError("an owner is 1 to 64 letters, digits, dots, dashes and underscores")
+    unknown = set(scopes) - SCOPES
+    if unknown:
+        raise ValueError(
+            f"no such scope: {', '.join(sorted(unknown))}; there are {', '.join(sorted(SCOPES))}"
+        )
+    keys = read(path) if path.exists() else []
+    key_id = secrets.token_hex(6)
+    token = f"gemm_{key_id}_{secrets.token_urlsafe(32)}"
+    key = Key(key_id, owner, digest(token), frozenset(scopes), quota or Quota(), time.time(), expires)
+    _write(path, [*keys, key])
+    return key, token
+
+
+def revoke(path: Path, key_id: str, *, after_seconds: float = 0.0) -> Key:
+    """Take a key out of force, at once or after a time that lets its successor be handed out."""
+    keys = read(path)
+    found = next((key for key in keys if key.id == key_id), None)
+    if found is None:
+        raise ValueError(f"there is no key {key_id} in {path}")
+    others = [key for key in keys if key.id != key_id]
+    if after_seconds > 0:
+        until = time.time() + after_seconds
+        expires = until if found.expires is None else min(until, found.expires)
+        others.append(
+            Key(found.id, found.owner, found.sha256, found.scopes, found.quota, found.created, expires)
+        )
+    _write(path, others)
+    return found
+
+
+def rotate(path: Path, key_id: str, *, overlap_seconds: float = 3600.0) -> tuple[Key, str]:
+    """A successor with the same owner, scopes and quota; the old key works for `overlap_seconds` more."""
+    old = revoke(path, key_id, after_seconds=overlap_seconds)
+    return add(path, old.owner, scopes=old.scopes, quota=old.quota, expires=old.expires)
+
+
+def _unauthorized(detail: str) -> ServiceError:
+    return ServiceError(
+        "unauthorized", detail, field="Authorization", headers={"WWW-Authenticate": 'Bearer realm="gemm"'}
+    )
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when the file is replaced or written."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def _key(row: dict[str, Any]) -> Key:
+    key = Key(
+        id=str(row["id"]),
+        owner=str(row["owner"]),
+        sha256=str(row["sha256"]),
+        scopes=frozenset(row["scopes"]),
+        quota=Quota(**row.get("quota", {})),
+        created=float(row.get("created", 0.0)),
+        expires=None if row.get("expires") is None else float(row["expires"]),
+    )
+    if not _OWNER.fullmatch(key.owner):
+        raise ValueError(f"key {key.id}: owner {key.owner!r}")
+    if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
+        raise ValueError(f"key {key.id}: sha256 isn't 64 hexadecimal digits")
+    if key.scopes - SCOPES:
+        raise ValueError(f"key {key.id}: scopes {sorted(key.scopes - SCOPES)}")
+    return key
+
+
+def _row(key: Key) -> dict[str, Any]:
+    quota = {name: value for name in Quota.__slots__ if (value := getattr(key.quota, name)) is not None}
+    row: dict[str, Any] = {
+        "id": key.id,
+        "owner": key.owner,
+        "sha256": key.sha256,
+        "scopes": sorted(key.scopes),
+        "created": key.created,
+    }
+    if quota:
+        row["quota"] = quota
+    if key.expires is not None:
+        row["expires"] = key.expires
+    return row
+
+
+def _write(path: Path, keys: Iterable[Key]) -> None:
+    """Replace the file in one step, mode 0600, synced, so that a reader sees the old rows or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump({"keys": [_row(key) for key in keys]}, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
