@@ -1,0 +1,28 @@
+"""The tensor store: receives tensors by owner and name, hands on pins, entries and holds."""
+
+from service.store.names import NAME, valid
+from service.store.store import (
+    ANY,
+    UNCONDITIONAL,
+    Conditions,
+    Content,
+    Entry,
+    Hold,
+    Pin,
+    StoreSettings,
+    TensorStore,
+)
+
+__all__ = [
+    "ANY",
+    "NAME",
+    "UNCONDITIONAL",
+    "Conditions",
+    "Content",
+    "Entry",
+    "Hold",
+    "Pin",
+    "StoreSettings",
+    "TensorStore",
+    "valid",
+]

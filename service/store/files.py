@@ -1,0 +1,122 @@
+"""Tensor files: receives bytes in memory, hands on synced safetensors files, and reads them back into memory.
+
+Blocking; the store calls it in its pool. A file is written beside its place, synced, renamed, and its folder
+synced: under its final name a file is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+from kernels.problem import DType
+from service.folder import sync_folder
+
+SUFFIX = ".safetensors"
+HALF_WRITTEN = ".part"
+STEP = 8 << 20  # bytes hashed and written at a time: each piece is read while the cache holds it
+_ALIGN = 64  # of the data within the file
+_NAMES = {"fp16": "F16", "bf16": "BF16", "fp32": "F32", "fp64": "F64"}
+
+
+def extent(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a compact tensor."""
+    return math.prod(shape) * DType(dtype).itemsize
+
+
+def header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What stands before the data: length and JSON, padded so that the data begins aligned."""
+    entry = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [0, extent(dtype, shape)]}
+    text = json.dumps({"tensor": entry}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _hasher(dtype: str, shape: tuple[int, ...]) -> hashlib.blake2b:
+    return hashlib.blake2b(f"{dtype}{list(shape)}".encode(), digest_size=16)
+
+
+def digest(dtype: str, shape: tuple[int, ...], data: memoryview) -> str:
+    """The content's hash: over dtype, shape and bytes."""
+    hasher = _hasher(dtype, shape)
+    for start in range(0, len(data), STEP):
+        hasher.update(data[start : start + STEP])
+    return hasher.hexdigest()
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def write(path: Path, dtype: str, shape: tuple[int, ...], data: memoryview) -> str:
+    """Write and sync the file `path`; returns the content's hash. What fails leaves nothing behind."""
+    part = path.with_suffix(HALF_WRITTEN)
+    hasher = _hasher(dtype, shape)
+    try:
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, memoryview(header(dtype, shape)))
+            for start in range(0, len(data), STEP):
+                piece = data[start : start + STEP]
+                hasher.update(piece)
+                _write_all(fd, piece)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+    return hasher.hexdigest()
+
+
+def read_into(path: Path, start: int, view: memoryview) -> None:
+    """Fill `view` with the file's bytes from `start` on; EOFError where the file is too short."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while view:
+            n = os.preadv(fd, [view], start)
+            if n == 0:
+                raise EOFError(f"{path} ends {len(view)} bytes early")
+            view, start = view[n:], start + n
+    finally:
+        os.close(fd)
+
+
+def read(path: Path, start: int, nbytes: int) -> bytearray:
+    """`nbytes` of the file from `start` on."""
+    data = bytearray(nbytes)
+    read_into(path, start, memoryview(data))
+    return data
+
+
+def remove(path: Path) -> None:
+    """Unlink it if it is there."""
+    path.unlink(missing_ok=True)
+
+
+def reclaim(folder: Path, known: set[str]) -> tuple[int, set[str]]:
+    """Delete half-written files and those no row names; returns the bytes reclaimed and the ids found."""
+    reclaimed = 0
+    whole: set[str] = set()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix not in {SUFFIX, HALF_WRITTEN}:
+                continue
+            if suffix == SUFFIX and stem in known:
+                whole.add(stem)
+                continue
+            reclaimed += entry.stat().st_size
+            os.unlink(entry.path)
+    return reclaimed, whole
+
+
+def present(folder: Path, known: set[str]) -> set[str]:
+    """The ids among `known` whose file is there; deletes nothing."""
+    return {stem for stem in known if (folder / (stem + SUFFIX)).exists()}
