@@ -21,7 +21,7 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _SQLITE_PRIMARY = 0xFF  # an extended SQLite result code keeps its primary one in the low byte
 
 
-class FolderTaken(RuntimeError):
+class FolderTaken(OSError):
     """Another front holds the data folder: start-up stops."""
 
 

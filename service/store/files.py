@@ -114,6 +114,7 @@ def reclaim(folder: Path, known: set[str]) -> tuple[int, set[str]]:
                 continue
             reclaimed += entry.stat().st_size
             os.unlink(entry.path)
+    sync_folder(folder)
     return reclaimed, whole
 
 

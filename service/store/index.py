@@ -119,9 +119,13 @@ def written(db: sqlite3.Connection, content: str) -> None:
     db.execute("UPDATE contents SET whole = 1 WHERE id = ?", (content,))
 
 
-def lose(db: sqlite3.Connection, contents: Iterable[str]) -> None:
-    """These contents have no file: their names answer that they were lost."""
-    db.executemany("UPDATE contents SET whole = 0 WHERE id = ?", [(id_,) for id_ in contents])
+def settle(db: sqlite3.Connection, whole: Iterable[str]) -> None:
+    """Exactly these contents have a file: names of others answer that they were lost."""
+    db.execute("CREATE TEMP TABLE found (id TEXT PRIMARY KEY)")
+    db.executemany("INSERT INTO found VALUES (?)", [(id_,) for id_ in whole])
+    found = "id IN (SELECT id FROM found)"
+    db.execute(f"UPDATE contents SET whole = {found} WHERE whole <> {found}")
+    db.execute("DROP TABLE found")
 
 
 def drop_unneeded(db: sqlite3.Connection, contents: Iterable[str]) -> None:

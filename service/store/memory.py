@@ -80,7 +80,7 @@ class Memory:
             pass
 
     def reclaim(self, nbytes: int) -> int:
-        """Evict until the arena has a piece of `nbytes`, unless all of it is too little. Returns bytes freed."""
+        """Evict until the arena has a piece of `nbytes`, unless all is too little; returns bytes freed."""
         before = self.nbytes
         evictable = sum(
             resident.slot.capacity

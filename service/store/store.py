@@ -173,13 +173,13 @@ class Pin:
 
 
 class TensorStore:
-    """See the module. `forget` is told the names of contents that a device cache may drop."""
+    """See the module. `forget(*tensors)` is told what a device cache may drop."""
 
     def __init__(
         self,
         settings: StoreSettings,
         slots: Slots,
-        forget: Callable[[tuple[str, ...]], None],
+        forget: Callable[..., None],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -211,8 +211,8 @@ class TensorStore:
         contents, names, keeps = await self.database.read(index.load)
         whole = await self._reclaim({row.id for row in contents})
         for row in contents:
-            content = self._contents[row.id] = Content(row)
-            content.lost = row.id not in whole
+            content = self._contents[row.id] = Content(replace(row, whole=row.id in whole))
+            content.lost = not content.row.whole
             if not content.lost:
                 self.disk_bytes += content.disk_bytes
         for named in names:
@@ -243,7 +243,7 @@ class TensorStore:
             logger.info("reclaimed %d bytes of unfinished tensors", reclaimed)
         if lost := known - whole:
             logger.warning("%d tensors were lost before they were durable", len(lost))
-            await self.database.write(lambda db: index.lose(db, lost))
+        await self.database.write(lambda db: index.settle(db, whole))
         return whole
 
     async def close(self) -> None:
@@ -275,6 +275,10 @@ class TensorStore:
     def reclaim(self, nbytes: int) -> int:
         """Evict until the arena has a piece of `nbytes`, as far as that helps; returns the bytes freed."""
         return self.memory.reclaim(nbytes)
+
+    def bytes_by_tier(self) -> dict[str, float]:
+        """Bytes of stored tensors in memory (the arena) and on disk."""
+        return {"memory": float(self.memory.nbytes), "disk": float(self.disk_bytes)}
 
     # Lookups
 
@@ -593,7 +597,7 @@ class TensorStore:
         self.memory.remove(id_)
         if not content.lost:
             self.disk_bytes -= content.disk_bytes
-        self._forget((content.tensor,))
+        self._forget(content.tensor)
         if not self._closing:
             self._spawn(self._remove(id_))
 

@@ -49,7 +49,7 @@ async def open_store(
     arena = Arena.create(settings.arena_bytes)
     slots = Slots(arena)
     told = forgotten if forgotten is not None else []
-    store = TensorStore(settings, slots, told.extend, clock=clock or Clock())
+    store = TensorStore(settings, slots, lambda *tensors: told.extend(tensors), clock=clock or Clock())
     await store.start()
     try:
         yield store

@@ -518,7 +518,7 @@ class TestKilled:
         first = process.stdout.readline()
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)
-        lines = [first, *process.stdout.read().splitlines()]
+        lines = [line for line in [first, *process.stdout.readlines()] if line.endswith("\n")]
         process.stdout.close()
         process.wait()
         told = {name: (etag, int(seed)) for name, etag, seed in (line.split() for line in lines)}
