@@ -1,0 +1,216 @@
+"""`gemm-service serve`: receives settings, hands a bound socket to the HTTP server, prints its address."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import math
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from service import cli, logs, scrape
+from service.cli.shadow import complaint
+from service.settings import Settings, SettingsError, load
+
+if TYPE_CHECKING:
+    import uvicorn
+
+_BACKLOG = 2048
+
+_EXAMPLES = """\
+  gemm-service serve                                     on http://127.0.0.1:8000, for this machine only
+  gemm-service serve --port 0                            on a free port, which is printed
+  gemm-service serve --uds /run/gemm.sock                on a Unix socket that only its owner can open
+  gemm-service serve --host 0.0.0.0 --keys-file keys.json --hosts gemm.example
+  GEMM_ARENA_BYTES=8GiB gemm-service serve --config gemm.toml
+
+Every setting is a flag, an environment variable (GEMM_PORT for --port) and a name in the TOML file (port);
+the first of them that names it wins. SIGTERM finishes accepted work within --grace-seconds; exit status 0.
+"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    """One flag for every setting."""
+    parser = cli.parser("serve", "Run the service.", _EXAMPLES)
+    parser.usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; or GEMM_CONFIG")
+    for name, field in Settings.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = (field.description or "").replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(
+                flag, default=argparse.SUPPRESS, nargs="?", const="true", metavar="BOOL", help=text
+            )
+            continue
+        default = field.default
+        if default in (0, None, ()) or field.default_factory is not None:
+            told = ""  # the description says what unset means
+        else:
+            told = f" (default: {default})"
+        parser.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text + told)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal. Status 2: a setting or the address is wrong; 3: the application can't start."""
+    given = vars(arguments().parse_args(argv))
+    config = given.pop("config")
+    try:
+        settings = load(given, config=config)
+        if (wrong := complaint()) is not None:
+            raise SettingsError(wrong)
+        check(settings)
+        listener = bind(settings)
+    except SettingsError as error:
+        return cli.complain(error)
+    logs.setup(settings.log_format, settings.log_level)
+    try:
+        return run(settings, listener)
+    finally:
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
+
+
+def check(settings: Settings) -> None:
+    """SettingsError where these settings would serve whom they shouldn't."""
+    from service.gate import check_exposure
+    from service.keys import Keys
+
+    check_exposure(settings, Keys(settings))
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The listening socket; SettingsError where the address can't be had."""
+    if settings.uds is not None:
+        return _bind_unix(settings.uds)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        setting = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+        where = f"{settings.host} port {settings.port}"
+        raise SettingsError(
+            f"{setting} = {getattr(settings, setting)!r}: can't listen on {where}: {error.strerror}"
+        ) from None
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A Unix socket of mode 0600 from its first moment; a dead server's leftover is taken away."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+            path.unlink()
+        mask = os.umask(0o177)
+        try:
+            listener.bind(os.fspath(path))
+        finally:
+            os.umask(mask)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"uds = {str(path)!r}: can't listen there: {error.strerror}") from None
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+    return True
+
+
+def url(settings: Settings, listener: socket.socket) -> str:
+    """Where clients find the service."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def server_config(settings: Settings, app: Any) -> uvicorn.Config:
+    """uvicorn with uvloop and httptools; the gate logs requests and names no software in headers."""
+    import uvicorn
+
+    from service.protocol import GemmProtocol
+
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=GemmProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=math.ceil(settings.keep_alive_seconds),
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds),
+    )
+
+
+def run(settings: Settings, listener: socket.socket) -> int:
+    """Serve on `listener` until a signal."""
+    from service.app import create_app, drain
+    from service.server import Server
+
+    app = create_app(settings)
+
+    class Announced(Server):
+        """Says where it listens once it does; what is left of the grace period bounds the last replies."""
+
+        _asked: float | None = None
+        _scrape: asyncio.Server | None = None
+
+        async def _open_scrape(self) -> None:
+            if settings.metrics_port is not None:
+                exposition = app.state.services.metrics.exposition
+                self._scrape = await scrape.serve(settings.host, settings.metrics_port, exposition)
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                await self._open_scrape()
+                print(f"gemm-service listens on {url(settings, listener)}", flush=True)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self._asked is None:
+                self._asked = time.monotonic()
+            super().handle_exit(sig, frame)
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            spent = time.monotonic() - (self._asked or time.monotonic())
+            self.config.timeout_graceful_shutdown = max(1, math.ceil(settings.grace_seconds - spent))
+            await super().shutdown(sockets)
+            if self._scrape is not None:
+                self._scrape.close()
+
+    server = Announced(server_config(settings, app), lambda: drain(app.state.services))
+    try:
+        server.run(sockets=[listener])
+    except SystemExit as ended:  # uvicorn's way of saying that the application didn't start; it has said why
+        return int(ended.code or 0)
+    except KeyboardInterrupt:
+        return 0
+    return 0 if server.started else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
