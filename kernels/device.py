@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class Device:
     """Description of one device. Rates are peaks: bytes/s, FLOP/s by dtype; clocks in Hz; sizes in bytes.
 
-    `arch` is "cpu", "sm_90a" or "sm_100a". `uuid` and `driver` identify the very device for tables of measured
-    times and self-test outcomes. `power_watts` is the cap that bounds sustained rates (0: unknown).
+    `arch` is "cpu", "sm_90a" or "sm_100a". `uuid` and `driver` identify the very device for tables of
+    measured times and self-test outcomes. `power_watts` is the cap that bounds sustained rates (0: unknown).
     """
 
     name: str

@@ -48,7 +48,7 @@ class Variant(Protocol):
         ...
 
     def order(self, problem: Problem) -> str | None:
-        """Name of the class of equal bits (order of accumulation along K); None where a row's bits depend on M."""
+        """Class of equal bits (order of accumulation along K); None where a row's bits depend on M."""
         ...
 
 
@@ -93,8 +93,8 @@ def choose(
     """Choose among `variants`.
 
     table: measured seconds by `table_key`. barred: variants that may not run and why (quarantine, self-test
-    still running). invariant_order: the class that a batch-invariant problem must stay in on this device; None
-    lets the first supporting variant that has one set it. variant: a name, or "auto".
+    still running). invariant_order: the class that a batch-invariant problem must stay in on this device;
+    None lets the first supporting variant that has one set it. variant: a name, or "auto".
 
     Raises Unsupported where no variant is left, or where the named one can't take the problem.
     """
@@ -105,7 +105,7 @@ def choose(
     refused_better = False
     want_order = invariant_order
     for each in variants:
-        if variant != "auto" and each.name != variant:
+        if variant not in ("auto", each.name):
             continue
         because = each.unsupported(problem, device)
         if because is None and problem.batch_invariant:

@@ -1,0 +1,126 @@
+"""Casts and epilogue in numpy: receives accumulators, hands on act(alpha·acc + beta·C + bias), rounded once.
+
+bfloat16 arrays are `ml_dtypes.bfloat16` or uint16 bit patterns. Callers hold `quiet()`: overflow to infinity
+and NaN are results here, not warnings. Every operation works element by element, so a result's bits don't
+depend on its place in an array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.problem import Activation, BiasDim, DType, Problem
+
+Array = NDArray[Any]
+
+NUMPY: dict[DType, np.dtype[Any]] = {
+    DType.FP16: np.dtype(np.float16),
+    DType.BF16: np.dtype(ml_dtypes.bfloat16),
+    DType.FP32: np.dtype(np.float32),
+    DType.FP64: np.dtype(np.float64),
+}
+
+
+def quiet() -> np.errstate:
+    """IEEE arithmetic without numpy's warnings."""
+    return np.errstate(all="ignore")
+
+
+def typed(x: Array) -> Array:
+    """The array itself, a uint16 one as the bfloat16 that it stands for."""
+    return x.view(NUMPY[DType.BF16]) if x.dtype == np.uint16 else x
+
+
+def widen(x: Array, dtype: np.dtype[Any]) -> Array:
+    """`x` as float32 or float64, exact but for fp64 to fp32; no copy where it has that type already."""
+    x = typed(x)
+    if x.dtype == dtype:
+        return x
+    if x.dtype == NUMPY[DType.BF16]:
+        # bfloat16 is the upper half of a float32; shifting is several times faster than ml_dtypes' cast
+        bits = np.left_shift(x.view(np.uint16), 16, dtype=np.uint32)
+        return bits.view(np.float32).astype(dtype, copy=False)
+    return x.astype(dtype)
+
+
+def narrow(acc: Array, out: Array) -> None:
+    """Round `acc` (fp32 or fp64) to nearest even into `out`, once."""
+    out = typed(out)
+    if out.dtype == NUMPY[DType.BF16] and acc.dtype == np.float64:
+        acc = _round_to_odd(acc)
+    np.copyto(out, acc, casting="unsafe")
+
+
+def _round_to_odd(x: Array) -> Array:
+    """fp64 cut to fp32, the last bit set where inexact: rounding that again equals rounding `x` once."""
+    near = x.astype(np.float32)
+    bits = near.view(np.uint32)
+    bits -= (np.abs(near) > np.abs(x)).astype(np.uint32)  # toward zero: sign and magnitude are apart
+    bits |= ((near != x) & ~np.isnan(x)).astype(np.uint32)
+    return near
+
+
+def canonical_nan(acc: Array) -> None:
+    """Give every NaN the same bits: which operand's payload survives a sum depends on its order."""
+    nan = np.isnan(acc)
+    if nan.any():
+        acc[nan] = np.nan
+
+
+def epilogue(problem: Problem, acc: Array, c: Array | None, bias: Array | None) -> None:
+    """Apply alpha, C, bias and activation in place to `acc` [.., M, N] in the compute type."""
+    tail, kind = problem.epilogue, acc.dtype
+    if tail.alpha != 1.0 and tail.reads_ab:
+        acc *= kind.type(tail.alpha)
+    if tail.reads_c:
+        assert c is not None
+        c = widen(c, kind)
+        acc += c if tail.beta == 1.0 else c * kind.type(tail.beta)
+    if tail.bias is not None:
+        assert bias is not None
+        line = widen(bias, kind)
+        acc += line if tail.bias is BiasDim.N else line[:, None]
+    activate(acc, tail.activation)
+
+
+def activate(acc: Array, activation: Activation) -> None:
+    """Apply an activation in place."""
+    if activation is Activation.RELU:
+        np.maximum(acc, acc.dtype.type(0), out=acc)  # keeps a NaN
+    elif activation is Activation.GELU:
+        _gelu(acc)
+    elif activation is Activation.SILU:
+        _silu(acc)
+
+
+def _gelu(acc: Array) -> None:
+    """½·x·(1 + erf(x/√2)); erfc on the negative side keeps relative accuracy, -inf gives 0 as its limit."""
+    from scipy.special import erfc
+
+    weight = erfc(acc * acc.dtype.type(-(0.5**0.5)))
+    weight *= acc.dtype.type(0.5)
+    _times_limit(acc, weight)
+
+
+def _silu(acc: Array) -> None:
+    """x / (1 + exp(-x)), by exp(-|x|), which can't overflow; -inf gives 0 as its limit."""
+    small = np.abs(acc)
+    np.negative(small, out=small)
+    np.exp(small, out=small)
+    one = acc.dtype.type(1)
+    weight = np.where(acc < 0, small, one)
+    small += one
+    weight /= small
+    _times_limit(acc, weight)
+
+
+def _times_limit(acc: Array, weight: Array) -> None:
+    """acc *= weight with -inf · 0 taken as 0."""
+    lowest = np.isneginf(acc)
+    acc *= weight
+    if lowest.any():
+        acc[lowest] = acc.dtype.type(-0.0)
