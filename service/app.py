@@ -1,0 +1,147 @@
+"""The application: receives settings, hands on a FastAPI app whose lifespan builds the front's parts and ends them.
+
+`service.app:app` reads its settings from the environment when a server first starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import fastapi_offline
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from service import settings as settings_module
+from service.admit import Bounds
+from service.arena import Arena, Slots
+from service.batch import Limits
+from service.gate import Gate
+from service.handle import Times
+from service.jobs import Jobs
+from service.keys import Keys
+from service.metrics import Metrics
+from service.routes import gemm, info, jobs, tensors
+from service.services import Services
+from service.settings import Settings
+from service.store import TensorStore
+from service.supervisor import Options, Supervisor
+
+_DOCS = Path(fastapi_offline.__file__).parent / "static"
+
+
+class App(FastAPI):
+    """A FastAPI app inside the gate: who may, request ids, the log and error documents are outermost."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Gate(super().build_middleware_stack(), self)
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """The app; `settings` None reads GEMM_* and the TOML file when the server starts it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        services = build(settings or settings_module.load())
+        app.state.services = services
+        try:
+            await services.store.start()
+            services.supervisor.start()
+            await services.jobs.start()
+            yield
+        finally:
+            await shut(services)
+
+    app = App(
+        title="GEMM service",
+        version=_version(),
+        summary="Matrix products on tensor cores: D = act(alpha · op(A) · op(B) + beta · C + bias)",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    for routes in (gemm, tensors, jobs, info):
+        app.include_router(routes.router)
+    _serve_docs(app)
+    return app
+
+
+def build(settings: Settings) -> Services:
+    """The parts, built and not yet started."""
+    metrics = Metrics()
+    arena = Arena.create(settings.arena_bytes)
+    slots = Slots(arena, share=settings.key_bytes)
+    supervisor = Supervisor(arena, metrics, options_of(settings))
+    store = TensorStore(settings, slots, forget=supervisor.forget)
+    keys = Keys(settings)
+    metrics.live("gemm_arena_bytes", "Bytes of the arena, by state.", lambda: _arena_states(slots), "state")
+    metrics.live("gemm_tensor_store_bytes", "Bytes of stored tensors, by tier.", store.bytes_by_tier, "tier")
+    services = Services(settings, metrics, keys, arena, slots, supervisor, store, None)  # type: ignore[arg-type]
+    services.jobs = Jobs(services)
+    return services
+
+
+def options_of(settings: Settings) -> Options:
+    """The supervisor's options."""
+    return Options(
+        limits=Limits(requests=settings.batch_requests, delay=settings.batch_delay_ms / 1e3),
+        bounds=Bounds(settings.queue_requests, settings.queue_bytes),
+        times=Times(start=settings.start_seconds, ping=settings.ping_seconds, hang=settings.hang_seconds),
+        arguments=("--device", settings.device, "--backend", settings.backend),
+        workers=settings.workers,
+    )
+
+
+async def drain(services: Services) -> None:
+    """Refuse new work and finish what was accepted, within the grace period."""
+    services.supervisor.draining = True
+    await services.jobs.pause()
+    await services.supervisor.drain(services.settings.grace_seconds)
+
+
+async def shut(services: Services) -> None:
+    """End every part; what is durable stays."""
+    await drain(services)
+    await services.jobs.close()
+    await services.store.close()
+    services.arena.close()
+
+
+def _arena_states(slots: Slots) -> dict[str, float]:
+    return {**{state: float(n) for state, n in slots.bytes_by_state.items()}, "free": float(slots.free)}
+
+
+def _serve_docs(app: FastAPI) -> None:
+    """Swagger UI from files that a package carries: the page asks no other host."""
+    app.mount("/docs/static", StaticFiles(directory=_DOCS), name="docs-static")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title="GEMM service",
+            swagger_js_url="/docs/static/swagger-ui-bundle.js",
+            swagger_css_url="/docs/static/swagger-ui.css",
+            swagger_favicon_url="/docs/static/favicon.png",
+        )
+
+
+def _version() -> str:
+    try:
+        return version("gemm-service")
+    except PackageNotFoundError:
+        return "0"
+
+
+def __getattr__(name: str) -> Any:
+    # Built on first use, so that importing this module costs no app.
+    if name == "app":
+        globals()["app"] = create_app()
+        return globals()["app"]
+    raise AttributeError(name)

@@ -1,0 +1,1 @@
+"""HTTP routes, one file a subject: gemm, tensors, jobs, info."""

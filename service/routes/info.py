@@ -1,0 +1,142 @@
+"""What the service is and can: variants, the selector's choice, limits, health, metrics."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
+
+from service.batch import PRIORITIES
+from service.routes.plain import PlainRoute, plain
+from service.services import Services
+from service.settings import Settings
+
+router = APIRouter(route_class=PlainRoute, tags=["info"])
+
+Extent = Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+class Question(BaseModel):
+    """A problem to choose a variant for: D = act(alpha · op(A) · op(B) + beta · C + bias)."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"m": 4096, "n": 4096, "k": 4096, "dtype": "fp16"}]}
+    )
+
+    m: Extent
+    n: Extent
+    k: Extent
+    batch: Extent = 1
+    dtype: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
+    out_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = None
+    trans_a: bool = False
+    trans_b: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+    c: bool = Field(False, description="whether a C is given")
+    bias: Literal["n", "m"] | None = Field(None, description="dimension of a bias, if one is given")
+    activation: Literal["none", "relu", "gelu", "silu"] = "none"
+    precision: Literal["ieee", "tf32"] = "ieee"
+    batch_invariant: bool = True
+    variant: str = Field("auto", max_length=128)
+
+
+class Candidate(BaseModel):
+    """One variant as the selector saw it: its time, or why it can't be used."""
+
+    variant: str
+    seconds: float | None = Field(description="seconds, None where it can't be used")
+    measured: bool = Field(description="measured on this device; else estimated")
+    because: str | None = Field(description="why it can't be used")
+
+
+class Choice(BaseModel):
+    """What would run for the problem, and why."""
+
+    variant: str
+    reason: str
+    why: str
+    seconds: float
+    candidates: list[Candidate]
+
+
+def services_of(request: Request) -> Services:
+    """The front's parts."""
+    services: Services = request.app.state.services
+    return services
+
+
+@router.get("/variants", summary="The variants of this device, and whether each may run")
+async def variants(request: Request) -> dict[str, Any]:
+    """Every variant that this device can run: its rung of the ladder, its state, and why it is barred if it is."""
+    answer: dict[str, Any] = await services_of(request).supervisor.ask("variants")
+    return answer
+
+
+@router.post("/variants/choose", summary="What would run for a problem", response_model=Choice)
+async def choose(request: Request, question: Question) -> Any:
+    """Each candidate's estimate, the choice, and why not the others. Nothing is computed."""
+    return await services_of(request).supervisor.ask("choose", question.model_dump())
+
+
+def limits_of(settings: Settings) -> dict[str, Any]:
+    """All limits by name; times in seconds, sizes in bytes."""
+    names = (
+        *("arena_bytes", "max_body_bytes", "max_json_bytes", "max_output_bytes", "max_flops", "key_bytes"),
+        *("queue_requests", "queue_bytes", "batch_requests", "batch_delay_ms"),
+        *("store_memory_bytes", "store_disk_bytes", "job_steps", "job_bytes", "result_ttl_seconds"),
+        *("header_bytes", "header_seconds", "body_bytes_per_second", "write_stall_seconds", "keep_alive_seconds"),
+        "grace_seconds",
+    )
+    limits: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    limits["priorities"] = {"highest": PRIORITIES.start, "lowest": PRIORITIES.stop - 1}
+    return limits
+
+
+@router.get("/limits", summary="All limits")
+async def limits(request: Request) -> dict[str, Any]:
+    """What a request may be and hold; a refusal names the limit that it passed."""
+    return limits_of(services_of(request).settings)
+
+
+async def _live(scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse({"status": "live"})(scope, receive, send)
+
+
+async def _ready(scope: Scope, receive: Receive, send: Send) -> None:
+    supervisor = scope["app"].state.services.supervisor
+    ready = supervisor.ready
+    status = "ready" if ready else "draining" if supervisor.draining else "not ready"
+    workers = [{key: worker[key] for key in ("index", "state", "detail")} for worker in supervisor.status()]
+    response = JSONResponse({"status": status, "workers": workers}, status_code=200 if ready else 503)
+    await response(scope, receive, send)
+
+
+async def _metrics(scope: Scope, receive: Receive, send: Send) -> None:
+    body = scope["app"].state.services.metrics.exposition()
+    response = Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+    await response(scope, receive, send)
+
+
+@router.get("/health/live", summary="The front answers")
+@plain(_live)
+async def live() -> dict[str, Any]:
+    """200 as long as the process serves."""
+    raise AssertionError("plain")
+
+
+@router.get("/health/ready", summary="A worker takes work", responses={503: {"description": "Not now"}})
+@plain(_ready)
+async def ready() -> dict[str, Any]:
+    """200 while a worker is ready and new work is taken, else 503."""
+    raise AssertionError("plain")
+
+
+@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+@plain(_metrics)
+async def metrics() -> Response:
+    """The text exposition format."""
+    raise AssertionError("plain")
