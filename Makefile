@@ -1,0 +1,51 @@
+# Two commands do all the set-up: `make demo` runs the main job, `make test` passes the tests.
+# PYTHON chooses the interpreter, VENV the environment, PIP_ARGS another torch build.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo serve test test-ci test-gpu lint bench clean
+
+help: ## Say what each target does
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.light: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.light
+	$(PIP) -e '.[dev,torch,compiler]'
+	@touch $@
+
+demo: $(VENV)/.light ## Start the service, multiply matrices through it, check every result (no torch)
+	$(BIN)/python -m service.demo
+
+serve: $(VENV)/.light ## Serve on http://127.0.0.1:8000
+	$(BIN)/gemm-service serve
+
+test: $(VENV)/.dev ## Run the tests (installs torch and the kernel compiler first)
+	$(PYTEST)
+
+test-ci: $(VENV)/.dev lint ## Run the wider set: clean install, property tests, API fuzzing, README commands
+	$(PYTEST) -m 'ci and not gpu and not slow' --timeout 600
+
+test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
+	$(PYTEST) -m gpu --timeout 600
+
+lint: $(VENV)/.dev ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev ## Measure the service against its peers; writes benchmarks/results
+	$(BIN)/python -m benchmarks.serving
+
+clean: ## Remove what was installed and built here
+	rm -rf $(VENV) .kernels build dist *.egg-info
