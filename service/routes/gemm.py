@@ -1,0 +1,180 @@
+"""POST /gemm: receives a request's bytes, hands on the reply; the way is decode, admit … kernel, reply."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.types import Receive, Scope, Send
+
+from service import reply
+from service.batch import DEFAULT_PRIORITY, Work
+from service.decode import GemmRequest, decode
+from service.model import GemmBody, GemmQuery
+from service.routes.plain import PlainRoute, plain
+from service.services import Services
+from service.supervisor import Outcome
+from service.transfer import ClientGone, Transfer
+
+router = APIRouter(route_class=PlainRoute, tags=["gemm"])
+
+
+def work_of(services: Services, request: GemmRequest, owner: str) -> Work:
+    """The request as work. Its `release` gives operands and the worker's hold on D's slot back."""
+    slot = request.out.slot
+    assert slot is not None
+    slot.hold()
+
+    def release() -> None:
+        request.release_operands()
+        slot.release()
+
+    return Work(
+        id=services.supervisor.work_id(),
+        a=request.a.operand,
+        b=request.b.operand,
+        out=request.out.operand,
+        params=request.params,
+        c=request.c.operand if request.c is not None else None,
+        bias=request.bias.operand if request.bias is not None else None,
+        owner=owner,
+        priority=request.priority or DEFAULT_PRIORITY,
+        deadline=request.deadline,
+        release=release,
+    )
+
+
+async def submit_or_leave(services: Services, transfer: Transfer, work: Work) -> Outcome:
+    """Submit, and drop the work if the client leaves first (ClientGone)."""
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    def leave(watch: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not watch.cancelled():
+            left = True
+            task.cancel()
+
+    watch = asyncio.ensure_future(transfer.watch_disconnect())
+    watch.add_done_callback(leave)
+    try:
+        return await services.supervisor.submit(work)
+    except asyncio.CancelledError:
+        if left:
+            task.uncancel()
+            raise ClientGone from None
+        raise
+    finally:
+        watch.remove_done_callback(leave)
+        watch.cancel()
+
+
+async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
+    services: Services = scope["app"].state.services
+    state: dict[str, Any] = scope["state"]
+    owner = state["principal"].owner
+    stages: dict[str, float] = state["stages"]
+    started = time.perf_counter()
+    transfer = Transfer.of(scope, receive, send)
+    request = await decode(transfer, scope, services, state["principal"])
+    try:
+        form = reply.reply_form(transfer, request)
+        work = work_of(services, request, owner)
+    except BaseException:
+        request.release()
+        raise
+    decoded = time.perf_counter()
+    try:
+        outcome = await submit_or_leave(services, transfer, work)
+        computed = time.perf_counter()
+        if request.out_handle is None:
+            await reply.send(transfer, request, form, outcome, request_id=state["request_id"])
+        else:
+            await _keep(services, transfer, request, outcome, owner, state["request_id"])
+    finally:
+        # Operands went with the work; the output may still be on its way out of reply.send.
+        if not transfer.started or request.out_handle is not None:
+            request.out.release()
+    ended = time.perf_counter()
+    stages |= {"decode": decoded - started, "kernel": computed - decoded, "reply": ended - computed}
+    services.metrics.took("decode", decoded - started)
+    services.metrics.took("reply", ended - computed)
+
+
+async def _keep(
+    services: Services,
+    transfer: Transfer,
+    request: GemmRequest,
+    outcome: Outcome,
+    owner: str,
+    request_id: str,
+) -> None:
+    """Store D under the handle that the request named, and tell where it is."""
+    slot, operand = request.out.slot, request.out.operand
+    assert slot is not None
+    assert request.out_handle is not None
+    entry = await services.store.put(
+        owner,
+        request.out_handle,
+        slot,
+        operand.nbytes,
+        operand.dtype,
+        operand.shape,
+        durable=request.durable,
+        ttl=request.ttl_seconds,
+    )
+    await reply.send_stored(
+        transfer, request, entry, outcome, durable=entry.durable, request_id=request_id
+    )
+
+
+_BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+
+
+def _parameters() -> list[dict[str, Any]]:
+    """Query fields of the binary forms, from the model that validates them."""
+    schema = GemmQuery.model_json_schema(ref_template="#/components/schemas/{model}")
+    return [
+        {"name": name, "in": "query", "required": False, "schema": field}
+        for name, field in schema["properties"].items()
+    ]
+
+
+@router.post(
+    "/gemm",
+    summary="Multiply: D = act(alpha · op(A) · op(B) + beta · C + bias)",
+    openapi_extra={
+        "parameters": _parameters(),
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": GemmBody.model_json_schema(ref_template="#/components/schemas/{model}"),
+                },
+                "application/vnd.safetensors": _BINARY,
+                "application/octet-stream": _BINARY,
+            },
+        },
+    },
+    responses={
+        200: {
+            "description": "D, in the form that Accept chooses",
+            "content": {
+                "application/json": {},
+                "application/vnd.safetensors": _BINARY,
+                "application/x-npy": _BINARY,
+                "application/octet-stream": _BINARY,
+            },
+        },
+    },
+)
+@plain(_gemm)
+async def gemm() -> None:
+    """Operands come inline, as base64, or by handle in JSON; or as a safetensors or raw body with query fields.
+
+    The reply tells the variant that ran, why, and how long the request waited and computed.
+    """
+    raise AssertionError("plain")
