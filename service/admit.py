@@ -34,6 +34,29 @@ def admit(work: Work, queue: Queue, bounds: Bounds, now: float) -> None:
         )
 
 
+class Rates:
+    """FLOPs a second of each key, as a token bucket of one second's worth that may go into debt once.
+
+    So a product larger than a second's worth passes a full bucket, and then pays for it by waiting.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, tuple[float, float]] = {}
+
+    def spend(self, owner: str, flops: float, rate: float, now: float) -> None:
+        """Take `flops` from the bucket or raise ServiceError quota with the seconds until it has some again."""
+        tokens, seen = self._tokens.get(owner, (rate, now))
+        tokens = min(rate, tokens + (now - seen) * rate)
+        if tokens < min(flops, rate):
+            raise ServiceError(
+                "quota",
+                "this key's FLOPs a second are used up",
+                limit=rate,
+                retry_after=max(1.0, (min(flops, rate) - tokens) / rate),
+            )
+        self._tokens[owner] = (tokens - flops, now)
+
+
 class Estimate:
     """Seconds that a product will take, from its FLOPs and bytes; learns from what batches took.
 

@@ -7,6 +7,7 @@ batch takes what is there. Requests that share a resident B and all parameters a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -23,7 +24,8 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One GEMM on its way. `seconds` is its estimated time on the device; times are CLOCK_MONOTONIC seconds.
+    """One GEMM on its way. `seconds` is its estimated time on the device; times are CLOCK_MONOTONIC seconds;
+    `flops_per_second` is the quota of the key that sent it.
 
     `release` gives the operands back; it is called once, when nothing can read them any more. `retries` counts
     the workers that died with it.
@@ -39,6 +41,7 @@ class Work:
     owner: str = ""
     priority: int = DEFAULT_PRIORITY
     deadline: float | None = None
+    flops_per_second: float | None = None
     seconds: float = 0.0
     arrived: float = 0.0
     retries: int = 0
@@ -58,6 +61,12 @@ class Work:
     def rows(self) -> int:
         """Rows of A."""
         return self.a.shape[-2]
+
+    @property
+    def flops(self) -> float:
+        """2·M·N·K·batch."""
+        k = self.a.shape[-2] if self.params.trans_a else self.a.shape[-1]
+        return 2.0 * k * math.prod(self.out.shape)
 
     def item(self) -> Item:
         """The message for the worker."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from service.admit import Bounds, Estimate, admit
+from service.admit import Bounds, Estimate, Rates, admit
 from service.arena import Arena
 from service.batch import Limits, Queue, Work
 from service.errors import ServiceError
@@ -78,6 +78,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._orphaned = 0.0
+        self._rates = Rates()
         self._idle = asyncio.Event()
         self._idle.set()
         self.handles = [
@@ -154,12 +155,14 @@ class Supervisor:
         try:
             self._check_open()
             admit(work, self.queue, self.options.bounds, now)
+            if work.flops_per_second is not None:
+                self._rates.spend(work.owner, work.flops, work.flops_per_second, now)
         except ServiceError as refusal:
             work.release()
             raise refusal
         work.arrived = now
         if not work.seconds:
-            work.seconds = self.estimate.seconds(_flops(work), work.nbytes)
+            work.seconds = self.estimate.seconds(work.flops, work.nbytes)
         waiting = _Waiting(asyncio.get_running_loop().create_future())
         self._waiting[work.id] = waiting
         self._idle.clear()
@@ -339,10 +342,3 @@ class Supervisor:
             self.queue.discard(work)
             self._fail(work, ServiceError("no_worker", "no worker became ready in time", retry_after=5.0))
 
-
-def _flops(work: Work) -> float:
-    k = work.a.shape[-2] if work.params.trans_a else work.a.shape[-1]
-    cells = 1
-    for extent in work.out.shape:
-        cells *= extent
-    return 2.0 * k * cells

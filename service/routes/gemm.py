@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from service import reply
 from service.batch import DEFAULT_PRIORITY, Work
 from service.decode import GemmRequest, decode
+from service.keys import Principal
 from service.model import GemmBody, GemmQuery
 from service.routes.plain import PlainRoute, plain
 from service.services import Services
@@ -21,7 +22,7 @@ from service.transfer import ClientGone, Transfer
 router = APIRouter(route_class=PlainRoute, tags=["gemm"])
 
 
-def work_of(services: Services, request: GemmRequest, owner: str) -> Work:
+def work_of(services: Services, request: GemmRequest, principal: Principal) -> Work:
     """The request as work. Its `release` gives operands and the worker's hold on D's slot back."""
     slot = request.out.slot
     assert slot is not None
@@ -39,7 +40,8 @@ def work_of(services: Services, request: GemmRequest, owner: str) -> Work:
         params=request.params,
         c=request.c.operand if request.c is not None else None,
         bias=request.bias.operand if request.bias is not None else None,
-        owner=owner,
+        owner=principal.owner,
+        flops_per_second=principal.quota.flops_per_second,
         priority=request.priority or DEFAULT_PRIORITY,
         deadline=request.deadline,
         release=release,
@@ -82,7 +84,7 @@ async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
     request = await decode(transfer, scope, services, state["principal"])
     try:
         form = reply.reply_form(transfer, request)
-        work = work_of(services, request, owner)
+        work = work_of(services, request, state["principal"])
     except BaseException:
         request.release()
         raise

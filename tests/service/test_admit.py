@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.admit import Bounds, Estimate, admit
+from service.admit import Bounds, Estimate, Rates, admit
 from service.batch import Limits, Queue
 from service.errors import ServiceError
 from tests.service.works import work
@@ -49,3 +49,23 @@ def test_an_estimate_comes_closer_to_what_was_seen() -> None:
     for _ in range(40):
         estimate.learn(1e9, 0, 0.004)
     assert estimate.seconds(1e9, 0) == pytest.approx(0.004, rel=0.05)
+
+
+def test_a_keys_flops_a_second_are_spent_and_come_back() -> None:
+    rates = Rates()
+    for _ in range(4):
+        rates.spend("ann", 25.0, 100.0, now=1.0)
+    with pytest.raises(ServiceError) as caught:
+        rates.spend("ann", 50.0, 100.0, now=1.1)
+    assert (caught.value.status, caught.value.code, caught.value.limit) == (429, "quota", 100.0)
+    rates.spend("bob", 50.0, 100.0, now=1.1)
+    rates.spend("ann", 50.0, 100.0, now=1.5)
+
+
+def test_a_product_beyond_a_seconds_worth_passes_once_and_is_paid_for() -> None:
+    rates = Rates()
+    rates.spend("ann", 1000.0, 100.0, now=0.0)
+    with pytest.raises(ServiceError) as caught:
+        rates.spend("ann", 1.0, 100.0, now=8.0)
+    assert caught.value.retry_after == pytest.approx(1.01)
+    rates.spend("ann", 1.0, 100.0, now=9.1)
