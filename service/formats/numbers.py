@@ -28,7 +28,7 @@ PIECE = 16384
 _decoder = msgspec.json.Decoder()
 
 
-def loads(text: bytes | memoryview) -> Any:
+def loads(text: bytes | bytearray) -> Any:
     """A JSON document, bare NaN, Infinity and numbers beyond fp64 included."""
     try:
         return _decoder.decode(text)
@@ -54,7 +54,7 @@ def array(value: Any, dtype: str, *, field: str) -> NDArray[Any]:
     try:
         wide = np.array(flat, dtype=np.float64)
     except OverflowError:
-        wide = np.array([_saturated(x) for x in flat], dtype=np.float64)
+        wide = np.array([saturated(x) for x in flat], dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         return wide.astype(numpy_dtype(dtype)).reshape(shape)
 
@@ -147,7 +147,7 @@ def _number(value: Any, field: str) -> float:
     if type(value) is float:
         return value
     if type(value) is int:
-        return _saturated(value)
+        return saturated(value)
     if isinstance(value, str) and value in SPECIAL:
         return SPECIAL[value]
     raise ServiceError(
@@ -157,7 +157,7 @@ def _number(value: Any, field: str) -> float:
     )
 
 
-def _saturated(value: float) -> float:
+def saturated(value: float) -> float:
     """As fp64; a whole number beyond its range is infinite, as 1e999 is."""
     try:
         return float(value)

@@ -1,0 +1,424 @@
+"""Bytes of a request become a `GemmRequest`: receives a transfer, hands on operands in slots.
+
+Everything that can be refused is refused before memory is taken, and what the headers and the query tell
+before the body is read. Tensors of binary forms go from the socket into their place: one copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+from urllib.parse import parse_qsl
+
+from service.arena import Slot, Slots
+from service.errors import ServiceError
+from service.formats import Tensor, numbers, safetensors
+from service.formats.raw import parse_shape
+from service.messages import Operand, Params
+from service.model import Base64, GemmBody, GemmFields, GemmQuery, Handle, validate, validate_query
+from service.plan import Limits, Plan, given_dtype, plan, unfit
+from service.transfer import Scope, Transfer
+
+Form = Literal["json", "safetensors", "npy", "raw"]
+NAMES = ("a", "b", "c", "bias")
+
+JSON = "application/json"
+SAFETENSORS = "application/vnd.safetensors"
+RAW = "application/octet-stream"
+
+#: Operands begin at multiples of this within a slot: what TMA and vector loads like best.
+ALIGN = 256
+
+#: JSON above this is parsed in a thread, so that other requests go on meanwhile.
+_THREAD_BYTES = 1 << 20
+
+_RAW_ONLY = ("a_shape", "b_shape", "c_shape", "dtype", "c_dtype", "bias_dtype")
+
+
+class BodyLimits(Limits, Protocol):
+    """Bounds that decode holds, as Settings names them."""
+
+    @property
+    def max_body_bytes(self) -> int: ...
+    @property
+    def max_json_bytes(self) -> int: ...
+
+
+class Pin(Protocol):
+    """A stored tensor that stays as and where it is until released."""
+
+    operand: Operand
+
+    def release(self) -> None: ...
+
+
+class Store(Protocol):
+    """What decode asks of the tensor store."""
+
+    async def pin(self, owner: str, name: str) -> Pin: ...
+    def reclaim(self, nbytes: int) -> object: ...
+
+
+class Parts(Protocol):
+    """What decode needs of `Services`."""
+
+    @property
+    def settings(self) -> BodyLimits: ...
+    @property
+    def slots(self) -> Slots: ...
+    @property
+    def store(self) -> Store: ...
+
+
+class Owner(Protocol):
+    """Whose request it is."""
+
+    @property
+    def owner(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Bound:
+    """An operand in memory, and how to let go of it."""
+
+    operand: Operand
+    slot: Slot | None = None
+    _release: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Let go; again is no harm."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def view(self) -> memoryview:
+        """The operand's bytes, of one that lies in a slot."""
+        assert self.slot is not None
+        start = self.operand.offset - self.slot.offset
+        return self.slot.view(start + self.operand.nbytes)[start:]
+
+
+@dataclass(slots=True)
+class GemmRequest:
+    """One GEMM, ready to be admitted. Whoever has it releases it, the output once the reply has drained."""
+
+    params: Params
+    plan: Plan
+    a: Bound
+    b: Bound
+    out: Bound
+    c: Bound | None = None
+    bias: Bound | None = None
+    form: Form = "json"
+    out_handle: str | None = None
+    durable: bool = False
+    ttl_seconds: float | None = None
+    deadline: float | None = None
+    priority: int = 0
+    held: list[Bound] = field(default_factory=list)
+
+    def release_operands(self) -> None:
+        """Let go of A, B, C and bias; again is no harm."""
+        for bound in self.held:
+            bound.release()
+
+    def release(self) -> None:
+        """Let go of everything; again is no harm."""
+        self.release_operands()
+        self.out.release()
+
+
+async def decode(transfer: Transfer, scope: Scope, services: Parts, principal: Owner) -> GemmRequest:
+    """Read and check the request. On refusal nothing stays held."""
+    arrived = time.monotonic()
+    if transfer.header(b"content-encoding") not in (None, "identity"):
+        raise ServiceError(
+            "unsupported_media_type", "bodies are taken as they are, not encoded", field="content-encoding"
+        )
+    media = (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
+    query = parse_query(scope["query_string"])
+    decoder = _Decoder(transfer, services, principal.owner, arrived)
+    try:
+        if media == JSON:
+            return await decoder.from_json(query)
+        if media == SAFETENSORS:
+            return await decoder.from_safetensors(query)
+        if media == RAW:
+            return await decoder.from_raw(query)
+    except BaseException:
+        decoder.release()
+        raise
+    raise ServiceError(
+        "unsupported_media_type",
+        f"Content-Type {media[:80] or '(none)'} isn't one of {JSON}, {SAFETENSORS}, {RAW}",
+        field="content-type",
+        headers={"Accept": f"{JSON}, {SAFETENSORS}, {RAW}"},
+    )
+
+
+def parse_query(text: bytes) -> dict[str, str]:
+    """Query fields; one given twice is refused."""
+    try:
+        pairs = parse_qsl(
+            text.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=64
+        )
+    except ValueError:
+        if not text:
+            return {}
+        raise ServiceError("malformed", "the query can't be parsed", field="query") from None
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ServiceError("invalid", "a query field is given twice", field="query")
+    return fields
+
+
+def allocate(services: Parts, nbytes: int, *, owner: str, state: str) -> Slot:
+    """A slot, for which cached tensors may have to go."""
+    try:
+        return services.slots.allocate(nbytes, owner=owner, state=state)
+    except ServiceError as error:
+        if error.code != "no_room" or not services.store.reclaim(nbytes):
+            raise
+        return services.slots.allocate(nbytes, owner=owner, state=state)
+
+
+class _Decoder:
+    """One request on its way; holds what must be given back if it is refused."""
+
+    def __init__(self, transfer: Transfer, services: Parts, owner: str, arrived: float) -> None:
+        self.transfer = transfer
+        self.services = services
+        self.limits = services.settings
+        self.owner = owner
+        self.arrived = arrived
+        self.bounds: dict[str, Bound] = {}
+        self.out: Bound | None = None
+
+    def release(self) -> None:
+        """Give everything back."""
+        for bound in self.bounds.values():
+            bound.release()
+        if self.out is not None:
+            self.out.release()
+
+    # -- the three forms --------------------------------------------
+
+    async def from_raw(self, query: Mapping[str, str]) -> GemmRequest:
+        """A‖B‖C‖bias, each as long as the query says."""
+        fields = validate_query(GemmQuery, query)
+        self.transfer.bound(self.limits.max_body_bytes)
+        tensors = await self._pin_references(fields)
+        here = _raw_tensors(fields, tensors, self.transfer.content_length)
+        total = sum(tensor.nbytes for tensor in here.values())
+        self._bound_total(total)
+        length = self.transfer.content_length
+        if length is not None and length != total:
+            raise ServiceError(
+                "malformed",
+                f"the body has {length} bytes, the shapes in the query take {total}",
+                field="body",
+            )
+        made = plan(fields, tensors | here, self.limits)
+        await self._receive(here, made)
+        return self._request(fields, made, "raw", _handle(fields.out))
+
+    async def from_safetensors(self, query: Mapping[str, str]) -> GemmRequest:
+        """A header, then the tensors in any order."""
+        fields = validate_query(GemmQuery, query)
+        for name in _RAW_ONLY:
+            if getattr(fields, name) is not None:
+                raise unfit(name, f"goes with {RAW}; safetensors says shape and dtype itself")
+        self.transfer.bound(self.limits.max_body_bytes)
+        tensors = await self._pin_references(fields)
+        length = safetensors.header_length(await self.transfer.read(safetensors.LENGTH))
+        header = safetensors.parse(await self.transfer.read(length), names=NAMES)
+        here = {entry.name: entry.tensor for entry in header.entries}
+        self._bound_total(header.nbytes)
+        _check_present(tensors, here)
+        made = plan(fields, tensors | here, self.limits)
+        await self._receive(here, made)
+        return self._request(fields, made, "safetensors", _handle(fields.out))
+
+    async def from_json(self, query: Mapping[str, str]) -> GemmRequest:
+        """Operands as numbers, base64 or handles."""
+        if query:
+            name = next(iter(query))[:64]
+            raise unfit(name, "stands in the JSON body, not in the query")
+        text = await self.transfer.read_all(min(self.limits.max_json_bytes, self.limits.max_body_bytes))
+        size = len(text)
+        value = await _maybe_thread(size, partial(numbers.loads, text))
+        del text
+        body = validate(GemmBody, value)
+        tensors: dict[str, Tensor] = {}
+        data: dict[str, Any] = {}
+        for name in NAMES:
+            operand = getattr(body, name)
+            if isinstance(operand, Handle):
+                tensors[name] = await self._pin(name, operand.handle)
+            elif isinstance(operand, Base64):
+                tensors[name], data[name] = numbers.base64(operand.model_dump(), field=name)
+        for name in NAMES:
+            operand = getattr(body, name)
+            if isinstance(operand, list):
+                dtype = given_dtype(tensors)
+                if name in ("c", "bias"):  # cast to the compute type anyway, so nothing is lost on the way
+                    dtype = "fp64" if dtype == "fp64" else "fp32"
+                array = await _maybe_thread(size, partial(numbers.array, operand, dtype, field=name))
+                tensors[name], data[name] = Tensor(dtype, array.shape), array
+        made = plan(body, tensors, self.limits)
+        self._place({name: tensors[name] for name in data}, made)
+        for name, source in data.items():
+            self.bounds[name].view()[:] = (
+                source if isinstance(source, bytes) else source.reshape(-1).view("u1").data
+            )
+        handle = body.out.handle if isinstance(body.out, Handle) else None
+        return self._request(body, made, "json", handle)
+
+    # -- parts --------------------------------------------
+
+    async def _pin_references(self, fields: GemmQuery) -> dict[str, Tensor]:
+        """Tensors of the operands that are named rather than sent."""
+        tensors = {}
+        for name in NAMES:
+            handle = _handle(getattr(fields, name))
+            if handle is not None:
+                tensors[name] = await self._pin(name, handle)
+        return tensors
+
+    async def _pin(self, name: str, handle: str) -> Tensor:
+        try:
+            pin = await self.services.store.pin(self.owner, handle)
+        except ServiceError as error:
+            error.field = error.field or name
+            raise
+        self.bounds[name] = Bound(pin.operand, None, pin.release)
+        return Tensor(pin.operand.dtype, tuple(pin.operand.shape))
+
+    def _bound_total(self, nbytes: int) -> None:
+        """Bound a body whose length only its shapes tell."""
+        if nbytes > self.limits.max_body_bytes:
+            limit = self.limits.max_body_bytes
+            raise ServiceError(
+                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
+            )
+
+    def _place(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
+        """Take memory for the operands, one slot, and for D, another."""
+        offsets, total = {}, 0
+        for name, tensor in tensors.items():
+            offsets[name] = total
+            total += -(-tensor.nbytes // ALIGN) * ALIGN
+        out = made.out
+        slot = allocate(self.services, out.nbytes, owner=self.owner, state="reply")
+        self.out = Bound(Operand(slot.offset, out.nbytes, out.dtype, out.shape), slot, slot.release)
+        if not tensors:
+            return
+        slot = allocate(self.services, total, owner=self.owner, state="request")
+        for name, tensor in tensors.items():
+            operand = Operand(slot.offset + offsets[name], tensor.nbytes, tensor.dtype, tensor.shape)
+            self.bounds[name] = Bound(operand, slot.hold(), slot.release)
+        slot.release()
+
+    async def _receive(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
+        self._place(tensors, made)
+        await self.transfer.receive_into(*(self.bounds[name].view() for name in tensors))
+        await self.transfer.finish()
+
+    def _request(self, fields: GemmFields, made: Plan, form: Form, out_handle: str | None) -> GemmRequest:
+        params = Params(
+            out_dtype=made.out.dtype,
+            trans_a=fields.trans_a,
+            trans_b=fields.trans_b,
+            alpha=fields.alpha,
+            beta=made.beta,
+            bias_dim=fields.bias_dim,
+            activation=fields.activation,
+            precision=fields.precision,
+            batch_invariant=fields.batch_invariant,
+            variant=fields.variant,
+        )
+        late = fields.deadline_ms
+        assert self.out is not None
+        return GemmRequest(
+            params=params,
+            plan=made,
+            a=self.bounds["a"],
+            b=self.bounds["b"],
+            c=self.bounds.get("c"),
+            bias=self.bounds.get("bias"),
+            out=self.out,
+            form=form,
+            out_handle=out_handle,
+            durable=fields.durable,
+            ttl_seconds=fields.ttl_seconds,
+            deadline=None if late is None else self.arrived + late / 1000,
+            priority=fields.priority,
+            held=list(self.bounds.values()),
+        )
+
+
+def _handle(reference: str | None) -> str | None:
+    """The name in `handle:NAME`."""
+    return reference.removeprefix("handle:") if reference and reference.startswith("handle:") else None
+
+
+def _check_present(pinned: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+    for name in NAMES:
+        if name in pinned and name in here:
+            raise unfit(name, "is named as a handle and sent as well")
+        if name in ("a", "b") and name not in pinned and name not in here:
+            raise unfit(name, "is missing: send it, or name a handle")
+
+
+def _raw_tensors(fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | None) -> dict[str, Tensor]:
+    """Tensors in the body, in their order there."""
+    default: str | None = fields.dtype or next(
+        (pinned[name].dtype for name in ("a", "b") if name in pinned), None
+    )
+    here: dict[str, Tensor] = {}
+    for name, shape, dtype in (
+        ("a", fields.a_shape, default),
+        ("b", fields.b_shape, default),
+        ("c", fields.c_shape, fields.c_dtype or default),
+    ):
+        if shape is None:
+            continue
+        if dtype is None:
+            raise ServiceError("invalid", f"dtype: is missing; {name} needs it", field="dtype")
+        here[name] = Tensor(dtype, parse_shape(shape, field=f"{name}_shape"))
+    if fields.c_dtype is not None and "c" not in here:
+        raise unfit("c_dtype", "is given without c_shape")
+    _check_present(pinned, here)
+    bias = _raw_bias(fields, {**pinned, **here}, here, length)
+    if bias is not None:
+        here["bias"] = bias
+        _check_present(pinned, here)
+    return here
+
+
+def _raw_bias(
+    fields: GemmQuery, tensors: Mapping[str, Tensor], here: Mapping[str, Tensor], length: int | None
+) -> Tensor | None:
+    """A bias at the body's end: said by bias_dtype, or seen where the body is longer by exactly its bytes."""
+    if fields.bias_dim == "m":
+        shape, axis = tensors["a"].shape, -1 if fields.trans_a else -2
+    else:
+        shape, axis = tensors["b"].shape, -2 if fields.trans_b else -1
+    if len(shape) < 2:
+        return None  # plan says what is wrong with it
+    bias = Tensor(fields.bias_dtype or fields.dtype or tensors["a"].dtype, (shape[axis],))
+    if fields.bias_dtype is not None:
+        return bias
+    rest = (length or 0) - sum(tensor.nbytes for tensor in here.values())
+    return bias if rest > 0 and rest == bias.nbytes else None
+
+
+async def _maybe_thread(nbytes: int, work: Callable[[], Any]) -> Any:
+    """Run `work` here, or in a thread where it takes long enough for others to notice."""
+    if nbytes <= _THREAD_BYTES:
+        return work()
+    return await asyncio.to_thread(work)

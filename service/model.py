@@ -1,0 +1,225 @@
+"""The fields of a GEMM request: receives JSON values or query strings, hands on models and a schema.
+
+One source of truth: `GemmFields` holds the parameters; JSON bodies, query strings and job steps add how they
+name operands. The models also make the OpenAPI document, whose examples run as tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from service.errors import ServiceError
+from service.formats.numbers import SPECIAL, saturated
+
+#: A handle's name, whole.
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+_REFERENCE = r"^handle:[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+DTypeName = Literal["fp16", "bf16", "fp32", "fp64"]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True)]
+
+
+def _special(value: Any) -> Any:
+    """The strings that stand for NaN and infinities; whole numbers beyond fp64 are infinite, as 1e999 is."""
+    if isinstance(value, str):
+        return SPECIAL.get(value, value)
+    return saturated(value) if type(value) is int else value
+
+
+#: Any IEEE number; JSON writes those that it has no sign for as strings.
+Real = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(_special),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "enum": list(SPECIAL)}]}),
+]
+#: A finite number.
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class GemmFields(BaseModel):
+    """D = act(alpha · op(A) · op(B) + beta · C + bias): everything but the operands."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trans_a: Flag = Field(False, description="A is stored [K, M]")
+    trans_b: Flag = Field(False, description="B is stored [N, K]")
+    alpha: Real = Field(1.0, description="Factor of the product; with 0, A and B are not read")
+    beta: Real | None = Field(None, description="Factor of C: 1 with `c`, else 0; with 0, C is not read")
+    bias_dim: Literal["n", "m"] = Field("n", description="Dimension of D that the bias runs along")
+    activation: Literal["none", "relu", "gelu", "silu"] = "none"
+    precision: Literal["ieee", "tf32"] = Field(
+        "ieee", description="tf32 lets fp32 operands be rounded to TF32"
+    )
+    out_dtype: DTypeName | None = Field(None, description="Type of D; A's unless said")
+    batch_invariant: Flag = Field(True, description="A row's bits depend neither on M nor on other requests")
+    variant: str = Field("auto", min_length=1, max_length=128, description="Kernel variant, or auto")
+    deadline_ms: Annotated[Finite, Field(ge=0, le=1e9)] | None = Field(
+        None, description="Milliseconds after which the work is not begun (504)"
+    )
+    priority: Annotated[Count, Field(ge=0, le=10)] = Field(0, description="1 is the highest, 0 the default")
+    durable: Flag = Field(False, description="With an `out` handle: answer once it is on disk")
+    ttl_seconds: Annotated[Finite, Field(gt=0, le=1e9)] | None = Field(
+        None, description="Time to live of an `out` handle"
+    )
+
+
+class Base64(BaseModel):
+    """An operand as base64 of its little-endian, row-major bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    b64: str
+    dtype: DTypeName
+    shape: list[Count] = Field(max_length=3)
+
+
+class Handle(BaseModel):
+    """An operand, or a place for D, on the service."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    handle: str = Field(pattern=NAME)
+
+
+class Step(BaseModel):
+    """The result of an earlier step of the same job."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: str = Field(pattern=NAME)
+
+
+_NUMBER = {"anyOf": [{"type": "number"}, {"type": "string", "enum": list(SPECIAL)}]}
+_VECTOR = {"type": "array", "items": _NUMBER}
+_MATRIX = {"type": "array", "items": _VECTOR}
+#: Nested lists are handed on as they are; formats.numbers looks at their elements.
+Matrix = Annotated[
+    list[Any], WithJsonSchema({"anyOf": [_MATRIX, {"type": "array", "items": _MATRIX}], "title": "Numbers"})
+]
+Vector = Annotated[list[Any], WithJsonSchema({**_VECTOR, "title": "Numbers"})]
+
+
+def _form(value: Any) -> str:
+    """Which form an operand has."""
+    if isinstance(value, dict):
+        return next((key for key in ("handle", "step") if key in value), "b64")
+    if isinstance(value, Handle):
+        return "handle"
+    return "step" if isinstance(value, Step) else "b64" if isinstance(value, Base64) else "numbers"
+
+
+_Handle = Annotated[Handle, Tag("handle")]
+_Base64 = Annotated[Base64, Tag("b64")]
+_Step = Annotated[Step, Tag("step")]
+MatrixOperand = Annotated[Annotated[Matrix, Tag("numbers")] | _Base64 | _Handle, Discriminator(_form)]
+VectorOperand = Annotated[Annotated[Vector, Tag("numbers")] | _Base64 | _Handle, Discriminator(_form)]
+MatrixInput = Annotated[Annotated[Matrix, Tag("numbers")] | _Base64 | _Handle | _Step, Discriminator(_form)]
+VectorInput = Annotated[Annotated[Vector, Tag("numbers")] | _Base64 | _Handle | _Step, Discriminator(_form)]
+
+EXAMPLES: list[Any] = [
+    {"a": [[1, 2], [3, 4]], "b": [[5, 6], [7, 8]]},
+    {
+        "a": [[1.5, -2.0, 0.25]],
+        "b": [[1, 0, 2], [0, 1, "Infinity"]],
+        "trans_b": True,
+        "bias": [0.5, -0.5],
+        "activation": "relu",
+        "out_dtype": "bf16",
+    },
+    {
+        "a": {"b64": "AACAPwAAAEAAAEBAAACAQA==", "dtype": "fp32", "shape": [2, 2]},
+        "b": [[1, 0], [0, 1]],
+        "c": [[10, 20], [30, 40]],
+        "beta": 0.5,
+    },
+]
+
+
+class GemmBody(GemmFields):
+    """A GEMM in JSON."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": EXAMPLES})
+
+    a: MatrixOperand
+    b: MatrixOperand
+    c: MatrixOperand | None = None
+    bias: VectorOperand | None = None
+    out: Handle | Literal["inline"] = Field("inline", description="Where D goes: into the reply, or a handle")
+
+
+class GemmQuery(GemmFields):
+    """A GEMM whose operands are a binary body: the same parameters as query fields.
+
+    Shapes (`2x3` or `2,3`) and dtypes go with application/octet-stream; safetensors brings its own.
+    """
+
+    a: str | None = Field(
+        None, pattern=_REFERENCE, description="handle:NAME in place of a tensor in the body"
+    )
+    b: str | None = Field(None, pattern=_REFERENCE, description="handle:NAME")
+    c: str | None = Field(None, pattern=_REFERENCE, description="handle:NAME")
+    bias: str | None = Field(None, pattern=_REFERENCE, description="handle:NAME")
+    out: str = Field("inline", pattern=rf"^inline$|{_REFERENCE}", description="inline, or handle:NAME")
+    a_shape: str | None = Field(None, description="Stored shape of A, as 2x3 or 2,3 (4x2x3 with a batch)")
+    b_shape: str | None = None
+    c_shape: str | None = None
+    dtype: DTypeName | None = Field(None, description="Type of A and B")
+    c_dtype: DTypeName | None = Field(None, description="Type of C; `dtype` unless said")
+    bias_dtype: DTypeName | None = Field(
+        None,
+        description="Type of the bias; `dtype` unless said. A bias is in the body where this is given, "
+        "or where the body is longer by just its bytes",
+    )
+
+
+class StepBody(GemmFields):
+    """One step of a job. Its operands may be results of earlier steps."""
+
+    id: str = Field(pattern=NAME)
+    a: MatrixInput
+    b: MatrixInput
+    c: MatrixInput | None = None
+    bias: VectorInput | None = None
+    out: Handle | Literal["inline"] = "inline"
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(model: type[Model], value: Any) -> Model:
+    """A parsed JSON value as a model; ServiceError invalid names the field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def validate_query(model: type[Model], fields: Mapping[str, str]) -> Model:
+    """Query fields as a model."""
+    try:
+        return model.model_validate_strings(fields)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _invalid(error: ValidationError) -> ServiceError:
+    first, *more = error.errors(include_url=False, include_input=False, include_context=False)
+    # The path's second part is the tag of an operand's form, which is no field of the client's.
+    path = [part for at, part in enumerate(first["loc"]) if at != 1 or isinstance(part, int)]
+    field = ".".join(map(str, path))[:200] or "body"
+    detail = f"{field}: {first['msg']}" + (f" (and {len(more)} more)" if more else "")
+    return ServiceError("invalid", detail[:500], field=field)
