@@ -6,6 +6,7 @@ name operands. The models also make the OpenAPI document, whose examples run as 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
 )
 
@@ -27,14 +29,20 @@ from service.formats.numbers import SPECIAL, saturated
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 _REFERENCE = r"^handle:[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
+#: Validation context of query fields: all values are text.
+QUERY = "query"
+_NUMBER_TEXT = re.compile(r"[+-]?[0-9]{1,400}(\.[0-9]{0,400})?([eE][+-]?[0-9]{1,4})?", re.ASCII)
+
 DTypeName = Literal["fp16", "bf16", "fp32", "fp64"]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True)]
 
 
-def _special(value: Any) -> Any:
-    """The strings that stand for NaN and infinities; whole numbers beyond fp64 are infinite, as 1e999 is."""
+def _special(value: Any, info: ValidationInfo) -> Any:
+    """NaN and infinities by name; numbers of a query; whole numbers beyond fp64, infinite as 1e999 is."""
     if isinstance(value, str):
+        if info.context == QUERY and _NUMBER_TEXT.fullmatch(value):
+            return float(value)
         return SPECIAL.get(value, value)
     return saturated(value) if type(value) is int else value
 
@@ -211,7 +219,7 @@ def validate(model: type[Model], value: Any) -> Model:
 def validate_query(model: type[Model], fields: Mapping[str, str]) -> Model:
     """Query fields as a model."""
     try:
-        return model.model_validate_strings(fields)
+        return model.model_validate_strings(fields, context=QUERY)
     except ValidationError as error:
         raise _invalid(error) from None
 

@@ -29,7 +29,7 @@ _ITEM = re.compile(
         (?: (?P<flag>True|False)
           | (?P<r>['"])(?P<text>[^'"\\]{0,64})(?P=r)
           | \((?P<dims>[0-9L,\s]*)\)
-          | (?P<record>\[) )\s*(?:,|(?=\}))""",
+          | (?P<record>\[) )\s*(?(record)|(?:,|(?=\})))""",
     re.ASCII | re.VERBOSE,
 )
 _DIMS = re.compile(r"\s*(?:[0-9]{1,19}L?\s*(?:,\s*[0-9]{1,19}L?\s*)*,?\s*)?", re.ASCII)
