@@ -4,7 +4,6 @@ from service.store.names import NAME, valid
 from service.store.store import (
     ANY,
     UNCONDITIONAL,
-    Binding,
     Conditions,
     Content,
     Entry,
@@ -18,7 +17,6 @@ __all__ = [
     "ANY",
     "NAME",
     "UNCONDITIONAL",
-    "Binding",
     "Conditions",
     "Content",
     "Entry",

@@ -1,0 +1,64 @@
+"""The ladder's harness without a GPU: what counts as wrong, how a hang ends, what a row holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks import ladder
+from kernels.ladder import HOPPER
+from kernels.problem import DType
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_right_results_pass_and_wrong_ones_raise(kind: str) -> None:
+    dtype = getattr(torch, kind)
+    a, b = torch.randn((40, 96)).to(dtype), torch.randn((24, 96)).to(dtype)
+    right = (a.float() @ b.float().T).to(dtype)
+    assert ladder._error(right, a, b, False, "here") < 1e-2
+    wrong = right.clone()
+    wrong[3, 5] += wrong[3, 5].abs() * 4 * torch.finfo(dtype).eps
+    with pytest.raises(AssertionError, match="here: 1 of 960 elements are wrong"):
+        ladder._error(wrong, a, b, False, "here")
+
+
+def test_whole_numbers_must_be_exact() -> None:
+    a, b = torch.randint(-2, 3, (16, 64)).half(), torch.randint(-2, 3, (16, 64)).half()
+    right = (a.double() @ b.double().T).half()
+    assert ladder._error(right, a, b, True, "here") == 0
+    right[0, 0] += 1
+    with pytest.raises(AssertionError, match="whole"):
+        ladder._error(right, a, b, True, "here")
+
+
+def test_a_step_that_fails_or_hangs_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = (
+        "import sys, time\n"
+        "for n in sys.argv[1].split(','):\n"
+        "    if n == '5': sys.exit(1)\n"
+        "    if n == '6': time.sleep(60)\n"
+        "    print(0.5, flush=True)\n"
+    )
+    real = subprocess.Popen
+
+    def fake(command: list[str], **more: Any) -> subprocess.Popen[str]:
+        return real([sys.executable, "-c", child, command[command.index("--verify") + 1]], **more)
+
+    monkeypatch.setattr(ladder.subprocess, "Popen", fake)
+    monkeypatch.setattr(ladder, "VERIFY_SECONDS", 1.0)
+    outcome = {step.number: error for step, error in ladder.verified("sm_90a", DType.FP16, 1, HOPPER[3:8])}
+    assert outcome == {4: 0.5, 5: None, 6: None, 7: 0.5, 8: 0.5}
+
+
+def test_row_and_table() -> None:
+    problem = ladder.problem_of(4096, 4096, 4096, DType.FP16)
+    made = ladder.row(HOPPER[7], problem, [2e-4, 2.2e-4, 2.1e-4], [2e-4], timing="burst", error=1e-4)
+    assert made["seconds"] == {"min": 2e-4, "median": 2.1e-4, "max": 2.2e-4}
+    assert made["ratio"] == pytest.approx(2e-4 / 2.1e-4)
+    assert made["variant"] == "step8_cluster"
+    assert "654.5" in ladder.table([made])
