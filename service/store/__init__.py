@@ -4,6 +4,7 @@ from service.store.names import NAME, valid
 from service.store.store import (
     ANY,
     UNCONDITIONAL,
+    Binding,
     Conditions,
     Content,
     Entry,
@@ -17,6 +18,7 @@ __all__ = [
     "ANY",
     "NAME",
     "UNCONDITIONAL",
+    "Binding",
     "Conditions",
     "Content",
     "Entry",

@@ -11,11 +11,12 @@ thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,6 +173,15 @@ class Pin:
         self.release()
 
 
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A name that is to mean a held content, for `ttl` seconds if that isn't None."""
+
+    name: str
+    hold: Hold
+    ttl: float | None
+
+
 class TensorStore:
     """See the module. `forget(*tensors)` is told what a device cache may drop."""
 
@@ -301,7 +311,9 @@ class TensorStore:
         return Hold(self, self._find(owner, name).content)
 
     def hold_content(self, content: str) -> Hold:
-        """The same by a content's id, which a keeper knows."""
+        """The same by a content's id, which a keeper knows. ServiceError lost."""
+        if content not in self._contents:
+            raise ServiceError("lost", "the tensor is gone")
         return Hold(self, self._contents[content])
 
     def _find(self, owner: str, name: str) -> Named[Content]:
@@ -445,7 +457,12 @@ class TensorStore:
     ) -> Hold:
         """Write a file that no name points to: for who keeps it (`index.keep` with `hold.content.row`)."""
         hold = Hold(self, self._reserve(owner, name, nbytes, dtype, shape))
-        return await asyncio.shield(self._spawn(self._save(hold, _Source(source, 0, nbytes))))
+        saving = self._spawn(self._save(hold, _Source(source, 0, nbytes)))
+        try:
+            return await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            saving.add_done_callback(_release_unclaimed)
+            raise
 
     async def _save(self, hold: Hold, source: _Source) -> Hold:
         try:
@@ -470,9 +487,8 @@ class TensorStore:
         *,
         conditions: Conditions = UNCONDITIONAL,
         soft: bool = False,
-        also: Callable[[sqlite3.Connection], None] | None = None,
     ) -> Entry:
-        """Let the name mean the held content, in one transaction with `also`."""
+        """Let the name mean the held content."""
         row = hold.content.row
         async with self._lock(row.owner, name):
             self.check(row.owner, name, conditions)
@@ -482,14 +498,9 @@ class TensorStore:
             def commit(db: sqlite3.Connection) -> None:
                 index.add(db, row)
                 index.bind(db, NameRow(row.owner, name, row.id, now, named.expires))
-                if also is not None:
-                    also(db)
 
             await self.database.write(commit, soft=soft)
-            hold.content.needs += 1
-            before = self._names.set(named)
-            if before is not None:
-                self._drop(before)
+            self._bind(named)
             return _entry(named)
 
     async def delete(self, owner: str, name: str, conditions: Conditions = UNCONDITIONAL) -> None:
@@ -506,6 +517,27 @@ class TensorStore:
             await self.database.write(lambda db: index.unbind(db, named.owner, named.name, id_))
             if self._names.remove(named):
                 self._drop(named.content)
+
+    @contextlib.asynccontextmanager
+    async def binding(self, owner: str, bindings: Sequence[Binding]) -> AsyncIterator[list[NameRow]]:
+        """Lock the names and yield their rows, to be committed in the block; then they mean the contents."""
+        now = self.clock()
+        rows = [
+            NameRow(owner, b.name, b.hold.content.row.id, now, None if b.ttl is None else now + b.ttl)
+            for b in bindings
+        ]
+        async with contextlib.AsyncExitStack() as stack:
+            for name in sorted({binding.name for binding in bindings}):
+                await stack.enter_async_context(self._lock(owner, name))
+            yield rows
+            for binding, row in zip(bindings, rows, strict=True):
+                self._bind(Named(owner, row.name, binding.hold.content, now, row.expires))
+
+    def _bind(self, named: Named[Content]) -> None:
+        named.content.needs += 1
+        before = self._names.set(named)
+        if before is not None:
+            self._drop(before)
 
     # Keepers: what a job needs besides names; the rows are in the job's own transaction
 
@@ -650,6 +682,12 @@ class _Source:
     ) -> None:
         if self.slot is not None:
             self.slot.release()
+
+
+def _release_unclaimed(saving: asyncio.Task[Hold]) -> None:
+    """Who asked for the hold has left."""
+    if not saving.cancelled() and saving.exception() is None:
+        saving.result().release()
 
 
 def _entry(named: Named[Content]) -> Entry:

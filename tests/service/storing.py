@@ -35,6 +35,7 @@ class Settings:
     max_body_bytes: int = 64 * MIB
     max_output_bytes: int = 64 * MIB
     max_flops: float = 1e12
+    max_json_bytes: int = 64 * MIB
     job_steps: int = 16
     job_bytes: int = 16 * MIB
     result_ttl_seconds: float = 3600.0

@@ -1,0 +1,444 @@
+"""What a client can ask: receives arguments, hands on generators of calls and pauses that return results.
+
+Each operation is written once; `Client` drives it with threads and sleeps, `AsyncClient` with an event
+loop. The generator is sent the Reply to a Call, or thrown the ConnectionFailed; a Pause is slept through.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
+
+from service.client import jobs, tensors
+from service.client.errors import ConnectionFailed, GemmError, JobFailed, TimedOut, refusal
+from service.client.jobs import Job, Step
+from service.client.tensors import Array, Handle, Tensor
+from service.client.wire import Call, Head, Reply
+
+RAW = "application/octet-stream"
+JSON = "application/json"
+
+#: Replies after which the same request may succeed: too many, no worker, draining, no room in the arena.
+_BUSY = frozenset({429, 503, 507})
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait so many seconds."""
+
+    seconds: float
+
+
+T = TypeVar("T")
+Operation = Generator[Call | Pause, Reply | None, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a refused or broken call is tried, and how long it is waited for in between, seconds."""
+
+    attempts: int = 5
+    first_pause: float = 0.1
+    longest_pause: float = 10.0
+
+    def pause(self, attempt: int, asked: float | None) -> float:
+        """Before attempt `attempt + 1`: as long as the service asked, else doubling; each with chance."""
+        if asked is not None:
+            return asked * random.uniform(1.0, 1.1)
+        return min(self.longest_pause, self.first_pause * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A product and what the service told of it. `array` is None where D was kept, under `handle`."""
+
+    array: Array
+    handle: Handle | None
+    variant: str
+    reason: str
+    queue_seconds: float
+    compute_seconds: float
+    request_id: str
+
+
+def attempt(
+    call: Call, retries: Retries, deadline: float, *, busy: frozenset[int] = _BUSY
+) -> Operation[Reply]:
+    """The call's successful reply, tried again while that may help and the deadline allows it."""
+    number = 0
+    while True:
+        number += 1
+        failure: GemmError
+        asked: float | None = None
+        try:
+            reply = yield call
+        except TimedOut:
+            raise
+        except ConnectionFailed as error:
+            if error.sent and not call.idempotent:
+                raise
+            failure = error
+        else:
+            assert reply is not None
+            if reply.status < 400:
+                return reply
+            refused = refusal(reply.status, reply.head.headers, reply.body)
+            if reply.status not in busy:
+                raise refused
+            failure, asked = refused, refused.retry_after
+        pause = retries.pause(number, asked)
+        if number >= retries.attempts or time.monotonic() + pause >= deadline:
+            raise failure
+        yield Pause(pause)
+
+
+class Operations:
+    """Builds the operations of one client."""
+
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
+
+    def _json(
+        self, method: str, target: str, deadline: float, body: Any = None, **options: Any
+    ) -> Operation[Any]:
+        headers: tuple[tuple[str, str], ...] = (("accept", JSON), *options.pop("headers", ()))
+        parts: tuple[bytes, ...] = ()
+        busy = options.pop("busy", _BUSY)
+        if body is not None:
+            headers += (("content-type", JSON),)
+            parts = (json.dumps(body).encode(),)
+        call = Call(method, target, headers, parts, **options)
+        reply = yield from attempt(call, self._retries, deadline, busy=busy)
+        return json.loads(reply.body) if reply.body else None
+
+    # -- products -------------------------------------------------------------------------------
+
+    def gemm(
+        self,
+        a: Array | Handle | str,
+        b: Array | Handle | str,
+        c: Array | Handle | str | None,
+        bias: Array | Handle | str | None,
+        *,
+        out: Array | Handle | None,
+        options: Mapping[str, Any],
+        deadline: float,
+    ) -> Operation[Result]:
+        """D, as raw bytes both ways."""
+        query, parts = _operands(a, b, c, bias, options)
+        keep = out if isinstance(out, Handle) else None
+        place = _Place(tensors.target(out) if out is not None and keep is None else None)
+        if keep is not None:
+            query["out"] = f"handle:{keep.name}"
+        elif place.given is not None:
+            query.setdefault("out_dtype", place.given.dtype)
+        headers = (("content-type", RAW), ("accept", JSON if keep is not None else RAW))
+        call = Call("POST", f"/gemm?{urlencode(query)}", headers, tuple(parts), None if keep else place.take)
+        reply = yield from attempt(call, self._retries, deadline)
+        if keep is not None:
+            told = json.loads(reply.body)
+            return _result(reply, None, _kept(told))
+        if out is not None:
+            return _result(reply, out, None)
+        array = place.array if place.array is not None else _late(reply)
+        like = next((value for value in (a, b, c, bias) if tensors.is_torch(value)), None)
+        return _result(reply, array if like is None else tensors.as_torch(array, like), None)
+
+    def choose(self, m: int, n: int, k: int, options: Mapping[str, Any], deadline: float) -> Operation[Any]:
+        """What would run, and why."""
+        question = {"m": m, "n": n, "k": k, **options}
+        return (yield from self._json("POST", "/variants/choose", deadline, question))
+
+    def read(self, target: str, deadline: float) -> Operation[Any]:
+        """A JSON document."""
+        return (yield from self._json("GET", target, deadline))
+
+    def text(self, target: str, deadline: float) -> Operation[str]:
+        """A text, such as the metrics."""
+        reply = yield from attempt(Call("GET", target), self._retries, deadline)
+        return reply.body.decode()
+
+    # -- stored tensors -------------------------------------------------------------------------
+
+    def put(
+        self,
+        name: str,
+        value: Array | Path,
+        *,
+        ttl_seconds: float | None,
+        if_match: str | None,
+        replace: bool,
+        deadline: float,
+    ) -> Operation[Handle]:
+        """Keep an array, or a .npy or .safetensors file, under a name."""
+        query: dict[str, Any] = {} if ttl_seconds is None else {"ttl_seconds": ttl_seconds}
+        headers: list[tuple[str, str]] = [("accept", JSON)]
+        if if_match is not None:
+            headers.append(("if-match", f'"{if_match}"'))
+        if not replace:
+            headers.append(("if-none-match", "*"))
+        if isinstance(value, Path):
+            data, media = _file(value)
+        else:
+            wired = tensors.tensor(value, "the array")
+            data, media = wired.data, RAW
+            query |= {"dtype": wired.dtype, "shape": _shape(wired.shape)}
+        headers.append(("content-type", media))
+        # A conditional PUT whose reply was lost would find its own tensor there the second time.
+        idempotent = replace and if_match is None
+        call = Call("PUT", _tensor(name, query), tuple(headers), (data,), idempotent=idempotent)
+        reply = yield from attempt(call, self._retries, deadline)
+        return _kept({"name": name, **json.loads(reply.body or b"{}")})
+
+    def get(
+        self, name: str, out: Array | None, torch_like: Array | None, deadline: float
+    ) -> Operation[Array]:
+        """A kept tensor, as an array."""
+        return (yield from self._fetch(_tensor(name), out, torch_like, deadline))
+
+    def head(self, name: str, deadline: float) -> Operation[Handle]:
+        """What is known of a kept tensor."""
+        reply = yield from attempt(Call("HEAD", _tensor(name)), self._retries, deadline)
+        headers = reply.head.headers
+        return Handle(
+            name,
+            headers.get("etag", "").strip('"') or None,
+            headers.get("x-gemm-dtype"),
+            _parse_shape(headers["x-gemm-shape"]) if "x-gemm-shape" in headers else None,
+        )
+
+    def delete(self, name: str, if_match: str | None, deadline: float) -> Operation[None]:
+        """Forget a kept tensor."""
+        headers = () if if_match is None else (("if-match", f'"{if_match}"'),)
+        yield from attempt(Call("DELETE", _tensor(name), headers), self._retries, deadline)
+
+    def tensors(self, deadline: float) -> Operation[list[Handle]]:
+        """All kept tensors, page by page."""
+        rows = yield from self._pages("/tensors", "tensors", deadline)
+        return [_kept(row) for row in rows]
+
+    def _pages(self, path: str, field: str, deadline: float) -> Operation[list[dict[str, Any]]]:
+        rows: list[dict[str, Any]] = []
+        target = path
+        while True:
+            page = yield from self._json("GET", target, deadline)
+            rows += page[field]
+            if not page.get("next"):
+                return rows
+            target = f"{path}?{urlencode({'after': page['next']})}"
+
+    def _fetch(
+        self, target: str, out: Array | None, torch_like: Array | None, deadline: float
+    ) -> Operation[Array]:
+        place = _Place(tensors.target(out) if out is not None else None)
+        call = Call("GET", target, (("accept", RAW),), (), place.take)
+        reply = yield from attempt(call, self._retries, deadline)
+        if out is not None:
+            return out
+        array = place.array if place.array is not None else _late(reply)
+        return array if torch_like is None else tensors.as_torch(array, torch_like)
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    def submit(self, steps: Iterable[Step], key: str | None, deadline: float) -> Operation[Job]:
+        """Hand a job in. The idempotency key makes it one job however often it is sent."""
+        headers = (("idempotency-key", key or uuid.uuid4().hex),)
+        # 409: the first of two equal requests is still arriving.
+        busy = _BUSY | {409}
+        told = yield from self._json(
+            "POST", "/jobs", deadline, jobs.document(steps), headers=headers, busy=busy
+        )
+        return Job.of(told)
+
+    def job(self, job_id: str, wait: float | None, deadline: float) -> Operation[Job]:
+        """How a job stands, at once or when it has ended or `wait` seconds have passed."""
+        query = "" if wait is None else f"?wait={wait:g}"
+        return Job.of((yield from self._json("GET", f"/jobs/{quote(job_id, safe='')}{query}", deadline)))
+
+    def wait(
+        self, job_id: str, deadline: float, progress: Callable[[Job], None] | None = None
+    ) -> Operation[Job]:
+        """The job once it has ended; JobFailed where it isn't done, TimedOut where it takes too long."""
+        wait = 5.0 if progress is None else 0.25
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimedOut(f"job {job_id} has not ended in the time given", sent=True)
+            job = yield from self.job(job_id, min(wait, left), deadline + 5.0)
+            if progress is not None:
+                progress(job)
+            if job.ended:
+                break
+        if job.state != "done":
+            told = "; ".join(
+                f"{step.id}: {step.state} {step.detail}".rstrip()
+                for step in job.steps
+                if step.state != "done"
+            )
+            raise JobFailed(f"job {job.id} {job.state}: {told}", job)
+        return job
+
+    def result(
+        self, job_id: str, step: str, out: Array | None, torch_like: Array | None, deadline: float
+    ) -> Operation[Array]:
+        """A step's result, as an array."""
+        target = f"/jobs/{quote(job_id, safe='')}/steps/{quote(step, safe='')}/result"
+        return (yield from self._fetch(target, out, torch_like, deadline))
+
+    def cancel(self, job_id: str, deadline: float) -> Operation[None]:
+        """Cancel a job."""
+        call = Call("DELETE", f"/jobs/{quote(job_id, safe='')}")
+        yield from attempt(call, self._retries, deadline)
+
+    def jobs(self, deadline: float) -> Operation[list[Job]]:
+        """All jobs, page by page."""
+        rows = yield from self._pages("/jobs", "jobs", deadline)
+        return [Job.of(row) for row in rows]
+
+
+class _Place:
+    """Where a result goes: the caller's array, or one made when the reply's head tells its shape."""
+
+    def __init__(self, given: Tensor | None) -> None:
+        self.given = given
+        self.array: Array | None = None
+
+    def take(self, head: Head) -> memoryview | None:
+        """See wire.Sink; an error's document is not for the array."""
+        if head.status >= 300 or "x-gemm-shape" not in head.headers:
+            return None
+        dtype, shape = head.headers.get("x-gemm-dtype", ""), _parse_shape(head.headers["x-gemm-shape"])
+        if self.given is not None:
+            tensors.check_target(self.given, dtype, shape)
+            return self.given.data
+        self.array, view = tensors.empty(dtype, shape)
+        return view
+
+
+def _late(reply: Reply) -> Array:
+    """A result that came where no length was announced, as through a proxy that re-chunks."""
+    headers = reply.head.headers
+    if "x-gemm-shape" not in headers:
+        raise GemmError("the reply doesn't say its shape; is this a GEMM service?")
+    array, view = tensors.empty(headers.get("x-gemm-dtype", ""), _parse_shape(headers["x-gemm-shape"]))
+    if len(view) != len(reply.body):
+        raise GemmError(f"the reply has {len(reply.body)} bytes, its headers describe {len(view)}")
+    view[:] = reply.body
+    return array
+
+
+def _operands(
+    a: Any, b: Any, c: Any, bias: Any, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[memoryview]]:
+    """Query fields and body of a raw request."""
+    query: dict[str, Any] = {name: _text(value) for name, value in options.items() if value is not None}
+    sent: dict[str, Tensor] = {}
+    for name, value in (("a", a), ("b", b)):
+        if (handle := _handle(value)) is not None:
+            query[name] = f"handle:{handle}"
+            continue
+        sent[name], turned = tensors.matrix(value, name)
+        if turned:
+            query[f"trans_{name}"] = _text(not options.get(f"trans_{name}"))
+    for name, value in (("c", c), ("bias", bias)):
+        if value is None:
+            continue
+        if (handle := _handle(value)) is not None:
+            query[name] = f"handle:{handle}"
+        else:
+            sent[name] = tensors.tensor(value, name)
+            query[f"{name}_dtype"] = sent[name].dtype
+    dtypes = {sent[name].dtype for name in ("a", "b") if name in sent}
+    if len(dtypes) > 1:
+        raise TypeError(f"a is {sent['a'].dtype} and b is {sent['b'].dtype}; they must share a dtype")
+    if dtypes:
+        query["dtype"] = dtypes.pop()
+    query |= {f"{name}_shape": _shape(sent[name].shape) for name in ("a", "b", "c") if name in sent}
+    return query, [sent[name].data for name in ("a", "b", "c", "bias") if name in sent]
+
+
+def _handle(value: Any) -> str | None:
+    if isinstance(value, Handle):
+        return value.name
+    return value.removeprefix("handle:") if isinstance(value, str) else None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return str(value)
+
+
+def _result(reply: Reply, array: Array, handle: Handle | None) -> Result:
+    headers = reply.head.headers
+    times = _server_timing(headers.get("server-timing", ""))
+    return Result(
+        array,
+        handle,
+        headers.get("x-gemm-variant", ""),
+        headers.get("x-gemm-reason", ""),
+        times.get("queue", 0.0),
+        times.get("compute", 0.0),
+        headers.get("x-request-id", ""),
+    )
+
+
+def _server_timing(text: str) -> dict[str, float]:
+    """Seconds by name, of a Server-Timing header (which has milliseconds)."""
+    times = {}
+    for entry in text.split(","):
+        name, _, duration = entry.strip().partition(";dur=")
+        if duration.replace(".", "", 1).isdigit():
+            times[name] = float(duration) / 1e3
+    return times
+
+
+def _kept(told: Mapping[str, Any]) -> Handle:
+    """A Handle from what the service says of a kept tensor, in a list or in a reply to a product."""
+    inner = told.get("out") if isinstance(told.get("out"), Mapping) else {}
+    whole = {**told, **(inner or {})}
+    shape = whole.get("shape")
+    return Handle(
+        str(whole.get("handle") or whole.get("name")),
+        whole.get("etag"),
+        whole.get("dtype"),
+        None if shape is None else tuple(shape),
+        whole.get("durable"),
+        whole.get("expires"),
+    )
+
+
+def _tensor(name: str, query: Mapping[str, Any] | None = None) -> str:
+    path = f"/tensors/{quote(name, safe='')}"
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def _file(path: Path) -> tuple[memoryview | bytes, str]:
+    """A file's bytes, mapped, and their media type by its suffix."""
+    media = {".npy": "application/x-npy", ".safetensors": "application/vnd.safetensors"}.get(path.suffix)
+    if media is None:
+        raise ValueError(f"{path.name} must end in .npy or .safetensors")
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b"", media
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), media
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _parse_shape(text: str) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in text.replace(",", "x").split("x") if extent.strip())

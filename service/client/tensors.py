@@ -1,0 +1,139 @@
+"""Arrays here and bytes on the wire: receives numpy or torch arrays, hands on views without a copy.
+
+bfloat16 is ml_dtypes' in numpy and torch's own in torch. What can't be viewed is copied once: arrays with
+gaps, foreign byte order, tensors on a GPU. A transposed matrix is sent as it lies, with the flag that says
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from service.client.errors import GemmError
+
+Array = Any
+NAMES: dict[np.dtype[Any], str] = {
+    np.dtype(np.float16): "fp16",
+    np.dtype(ml_dtypes.bfloat16): "bf16",
+    np.dtype(np.float32): "fp32",
+    np.dtype(np.float64): "fp64",
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A matrix that the service keeps. `name` is enough to use it; the rest is what the service told."""
+
+    name: str
+    etag: str | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    durable: bool | None = None
+    expires: str | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as it goes over the wire: `data` are its little-endian, row-major bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def is_torch(value: object) -> bool:
+    """Whether `value` is a torch tensor; torch isn't imported to find out."""
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def tensor(value: Array, name: str) -> Tensor:
+    """An array as it is sent; `name` is for complaints."""
+    array = _numpy(value, name)
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return Tensor(NAMES[array.dtype], array.shape, _bytes(array))
+
+
+def matrix(value: Array, name: str) -> tuple[Tensor, bool]:
+    """A matrix or a batch of them, and whether it is sent transposed because it lies so in memory."""
+    array = _numpy(value, name)
+    if array.ndim >= 2 and not array.flags.c_contiguous:
+        turned = array.swapaxes(-1, -2)
+        if turned.flags.c_contiguous:
+            return Tensor(NAMES[array.dtype], turned.shape, _bytes(turned)), True
+    return tensor(array, name), False
+
+
+def target(out: Array) -> Tensor:
+    """An array that a result is to be written into."""
+    array = _numpy_of_torch(out) if is_torch(out) else out
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"out must be a numpy array or a torch tensor, not {type(out).__name__}")
+    if array.dtype not in NAMES:
+        raise TypeError(f"out has dtype {array.dtype}; it must be one of {', '.join(map(str, NAMES))}")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError("out must be C-contiguous and writable")
+    return Tensor(NAMES[array.dtype], array.shape, _bytes(array))
+
+
+def check_target(out: Tensor, dtype: str, shape: Sequence[int]) -> None:
+    """ValueError where a result doesn't fit the array that was given for it."""
+    if (out.dtype, out.shape) != (dtype, tuple(shape)):
+        raise ValueError(f"the result is {dtype} of shape {tuple(shape)}, out is {out.dtype} of {out.shape}")
+
+
+def empty(dtype: str, shape: Sequence[int]) -> tuple[np.ndarray[Any, Any], memoryview]:
+    """A fresh array for a result, and its bytes."""
+    if dtype not in DTYPES:
+        raise GemmError(f"the service sent dtype {dtype!r}, which this client doesn't know")
+    array = np.empty(tuple(shape), DTYPES[dtype])
+    return array, _bytes(array)
+
+
+def as_torch(array: np.ndarray[Any, Any], like: Array) -> Array:
+    """A torch tensor over the array's memory, moved to where `like` is."""
+    import torch
+
+    if array.dtype == DTYPES["bf16"]:
+        made = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        made = torch.from_numpy(array)
+    return made.to(like.device)
+
+
+def _numpy(value: Array, name: str) -> np.ndarray[Any, Any]:
+    if is_torch(value):
+        array = _numpy_of_torch(value.detach().cpu())
+    elif isinstance(value, np.ndarray):
+        array = value
+    else:
+        # Plain numbers have no type of their own; the service reads them as fp32 too.
+        array = np.asarray(value, np.float32)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype not in NAMES:
+        raise TypeError(f"{name} has dtype {array.dtype}; convert it to one of {', '.join(map(str, NAMES))}")
+    return array
+
+
+def _numpy_of_torch(value: Array) -> np.ndarray[Any, Any]:
+    import torch
+
+    if value.is_cuda:
+        raise TypeError("out must be in host memory")
+    if value.dtype == torch.bfloat16:
+        halves: np.ndarray[Any, Any] = value.view(torch.int16).numpy()
+        return halves.view(ml_dtypes.bfloat16)
+    array: np.ndarray[Any, Any] = value.numpy()
+    return array
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """The memory of a contiguous array as bytes."""
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")

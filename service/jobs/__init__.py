@@ -1,0 +1,6 @@
+"""Jobs: receives steps that may depend on one another, hands on their results; what was accepted ends right."""
+
+from service.jobs.jobs import Jobs
+from service.jobs.model import Job, Step
+
+__all__ = ["Job", "Jobs", "Step"]

@@ -1,0 +1,242 @@
+"""All jobs of a front: receives bodies, hands on jobs: accepted durably, run, watched, cancelled, expired.
+
+An accepted job ends right whatever happens to the process: what isn't recorded as ended runs (again) after the
+next start. One that has ended is in the journal alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from service.arena import Slots
+from service.errors import ServiceError
+from service.formats import numbers
+from service.jobs.decode import Draft, Limits, decode
+from service.jobs.model import DONE, Job, rows_of
+from service.jobs.runner import Parts, Runner, Supervisor
+from service.journal import JobRow, Journal, Key
+from service.store import Hold, TensorStore
+
+logger = logging.getLogger(__name__)
+
+#: Steps that compute, or wait for it, at once: enough for a full batch.
+ACTIVE_STEPS = 64
+SWEEP_SECONDS = 30.0
+#: Bodies above this are hashed and parsed in a thread.
+_THREAD_BYTES = 1 << 20
+
+
+class Services(Protocol):
+    """The parts that jobs use."""
+
+    @property
+    def settings(self) -> Limits: ...
+    @property
+    def slots(self) -> Slots: ...
+    @property
+    def store(self) -> TensorStore: ...
+    @property
+    def supervisor(self) -> Supervisor: ...
+
+
+class Jobs:
+    """See the module."""
+
+    def __init__(self, services: Services, *, clock: Callable[[], float] = time.time) -> None:
+        self.limits = services.settings
+        self.store = services.store
+        self.journal = Journal(services.store.database)
+        self.clock = clock
+        self.pausing = False
+        self._parts = Parts(
+            services.store,
+            services.slots,
+            services.supervisor,
+            self.journal,
+            asyncio.Semaphore(ACTIVE_STEPS),
+            clock,
+        )
+        self._jobs: dict[str, Job] = {}
+        self._runs: dict[str, tuple[Runner, asyncio.Task[None]]] = {}
+        self._arriving: set[tuple[str, str]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    # Life
+
+    async def start(self) -> None:
+        """Run what was accepted before."""
+        unfinished = await self.journal.start()
+        if not self.store.folder.writable:
+            return
+        if unfinished:
+            logger.info("%d jobs go on", len(unfinished))
+        for row in unfinished:
+            self._launch(Job.of(row))
+        self._sweeper = asyncio.create_task(self._sweep_often())
+
+    async def pause(self) -> None:
+        """Begin no more steps and accept no more jobs; who watches is let go."""
+        self.pausing = True
+        for runner, _ in self._runs.values():
+            runner.stop.set()
+        for job in self._jobs.values():
+            job.change()
+
+    async def close(self) -> None:
+        """Record what the running steps brought. The supervisor has been drained before."""
+        await self.pause()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if tasks := [task for _, task in self._runs.values()]:
+            await asyncio.wait(tasks)
+
+    async def _sweep_often(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            try:
+                await self.sweep(self.clock())
+            except ServiceError as error:
+                logger.warning("the jobs' sweep will try again: %s", error.detail)
+
+    async def sweep(self, now: float) -> None:
+        """Let go of results whose time is over."""
+        self.store.unkept(await self.journal.expire(now, self.limits.result_ttl_seconds))
+
+    # In
+
+    @contextmanager
+    def arriving(self, owner: str, key: str | None) -> Iterator[None]:
+        """While a body with this Idempotency-Key arrives, another with it is refused: conflict."""
+        if self.pausing:
+            raise ServiceError("draining", "the service is shutting down", retry_after=1.0)
+        if key is None:
+            yield
+            return
+        if (owner, key) in self._arriving:
+            raise ServiceError(
+                "conflict",
+                "the first request with this Idempotency-Key is still arriving",
+                field="Idempotency-Key",
+                retry_after=1.0,
+            )
+        self._arriving.add((owner, key))
+        try:
+            yield
+        finally:
+            self._arriving.discard((owner, key))
+
+    async def accept(self, owner: str, body: bytes | bytearray, key: str | None) -> Job:
+        """The job of this body: a new one once it is durable, or that which the key made before."""
+        now = self.clock()
+        known = None
+        if key is not None:
+            known = Key(owner, key, await _maybe_thread(len(body), lambda: hashlib.sha256(body).hexdigest()))
+            earlier = await self.journal.replay(known, now)
+            if earlier is not None:
+                return await self.find(owner, earlier)
+        value = await _maybe_thread(len(body), lambda: numbers.loads(body))
+        draft = await decode(value, len(body), owner, self.store, self.limits, now)
+        return await asyncio.shield(asyncio.create_task(self._accept(draft, known, now)))
+
+    async def _accept(self, draft: Draft, key: Key | None, now: float) -> Job:
+        """To the end, even if the client leaves: what is recorded is run."""
+        try:
+            row = JobRow(job_id(now), draft.owner, now, steps=rows_of(draft.specs))
+            await self.journal.accept(row, [hold.content.row for hold in draft.holds.values()], key)
+            self.store.kept(draft.holds.values())
+        finally:
+            draft.release()
+        job = Job.of(row)
+        self._launch(job)
+        return job
+
+    def _launch(self, job: Job) -> None:
+        if self.pausing:
+            return
+        runner = Runner(job, self._parts)
+        task = asyncio.create_task(runner.run())
+        self._jobs[job.id] = job
+        self._runs[job.id] = (runner, task)
+        task.add_done_callback(lambda task: self._ended(job, task))
+
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        del self._runs[job.id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the run of job %s failed; it goes on after a restart", job.id, exc_info=error)
+        if job.ended:
+            del self._jobs[job.id]
+
+    # Out
+
+    async def find(self, owner: str, id_: str) -> Job:
+        """The owner's job. ServiceError not_found."""
+        job = self._jobs.get(id_)
+        if job is not None and job.owner == owner:
+            return job
+        row = await self.journal.find(owner, id_)
+        if row is None:
+            raise ServiceError("not_found", f"there is no job {id_[:64]!r}")
+        # It may have ended, or begun, while the journal was asked.
+        return self._jobs.get(id_) or Job.of(row)
+
+    async def page(self, owner: str, before: str, limit: int) -> list[Job]:
+        """Up to `limit` of the owner's jobs, newest first, older than `before`."""
+        rows = await self.journal.page(owner, before, limit)
+        return [self._jobs.get(row.id) or Job.of(row) for row in rows]
+
+    async def wait(self, job: Job, seconds: float) -> None:
+        """Until it has ended, for `seconds` at most."""
+        try:
+            async with asyncio.timeout(seconds):
+                async for _ in self.watch(job):
+                    pass
+        except TimeoutError:
+            return
+
+    async def watch(self, job: Job) -> AsyncIterator[None]:
+        """Now, and at each change, until it has ended or the service shuts down."""
+        while True:
+            changed = job.changed
+            yield
+            if job.ended or self.pausing:
+                return
+            await changed.wait()
+
+    def result(self, job: Job, step_id: str) -> Hold:
+        """The result of a step. not_found, or conflict while it isn't there yet."""
+        step = job.steps.get(step_id)
+        if step is None:
+            raise ServiceError("not_found", f"the job has no step {step_id[:64]!r}")
+        if not step.ended:
+            raise ServiceError("conflict", f"step {step_id!r} is {step.state}", retry_after=1.0)
+        if step.state != DONE:
+            raise ServiceError("not_found", f"step {step_id!r} was {step.state}, so it has no result")
+        if step.row.result is None:
+            raise ServiceError("not_found", f"the result of step {step_id!r} has expired")
+        return self.store.hold_content(step.row.result)
+
+    async def cancel(self, job: Job) -> None:
+        """End it: steps that haven't ended never will. One that has ended stays as it is."""
+        run = self._runs.get(job.id)
+        if run is None or job.ended:
+            return
+        job.cancelling = True
+        runner, task = run
+        runner.stop.set()
+        await asyncio.wait([task])
+
+
+def job_id(now: float) -> str:
+    """A new id, of unguessable bits, that sorts by time."""
+    return f"{int(now * 1e3):012x}{secrets.token_hex(10)}"
+
+
+async def _maybe_thread(nbytes: int, work: Callable[[], Any]) -> Any:
+    return work() if nbytes <= _THREAD_BYTES else await asyncio.to_thread(work)

@@ -1,0 +1,356 @@
+"""Runs one job: receives its steps, hands each that can start to the supervisor, and records how they end.
+
+A step goes the way of a request: operands pinned in the arena, one Work, one result; the result is on disk
+before the step counts as done. What passes (no worker yet, a full queue, no room now) is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from service.arena import Slot, Slots
+from service.batch import DEFAULT_PRIORITY, Work
+from service.errors import ServiceError
+from service.formats import Tensor
+from service.jobs.model import CANCELLED, DONE, FAILED, QUEUED, RUNNING, SKIPPED, Job, Step
+from service.journal import Journal, Progress, StepRow
+from service.messages import Operand
+from service.store import Binding, Hold, Pin, TensorStore
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between tries: doubled from the first to the last.
+FIRST_DELAY, LAST_DELAY = 0.05, 5.0
+#: Seconds that a step waits for room (arena or disk) before it fails.
+ROOM_PATIENCE = 60.0
+#: Times that a step may end with its worker: each time the supervisor has tried twice.
+WORKER_TRIES = 3
+#: Seconds between looks for a worker.
+WORKER_POLL = 0.2
+
+
+class Outcome(Protocol):
+    """What the supervisor tells of a product."""
+
+    @property
+    def variant(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def queue_seconds(self) -> float: ...
+    @property
+    def compute_seconds(self) -> float: ...
+
+
+class Supervisor(Protocol):
+    """What computes."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def draining(self) -> bool: ...
+    def work_id(self) -> int: ...
+    async def submit(self, work: Work) -> Outcome: ...
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a runner works with. `permits` bounds the steps that hold memory at once, over all jobs."""
+
+    store: TensorStore
+    slots: Slots
+    supervisor: Supervisor
+    journal: Journal
+    permits: asyncio.Semaphore
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a step ended, not yet recorded. `hold` keeps its result."""
+
+    step: Step
+    row: StepRow
+    hold: Hold | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """How often a step was tried, and for how many seconds."""
+
+    count: int
+    seconds: float
+
+    def delay(self, code: str) -> float | None:
+        """Seconds until the next try after a refusal with `code`; None where another can't help."""
+        delay = min(FIRST_DELAY * 2.0 ** min(self.count, 10), LAST_DELAY)
+        if code == "queue_full":
+            return delay
+        if code in {"no_room", "read_only"}:
+            return delay if self.seconds < ROOM_PATIENCE else None
+        if code == "no_worker":
+            return delay if self.count < WORKER_TRIES else None
+        return None
+
+
+class Paused(Exception):
+    """The service is shutting down: the step stays queued, for the next start."""
+
+
+class Runner:
+    """One job's run. `stop` is set to end it early: to cancel the job where it says so, else to pause it."""
+
+    def __init__(self, job: Job, parts: Parts) -> None:
+        self.job = job
+        self.parts = parts
+        self.stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until all steps have ended, or `stop`."""
+        stopping = asyncio.create_task(self.stop.wait())
+        running: dict[asyncio.Task[Ending], Step] = {}
+        try:
+            while not self.job.ended:
+                if not self.stop.is_set():
+                    for step in list(self.job.startable()):
+                        self._show(step, RUNNING)
+                        running[asyncio.create_task(self._step(step))] = step
+                await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if self.stop.is_set():
+                    await self._stop(running)
+                    return
+                ended = [task for task in running if task.done()]
+                steps = {task: running.pop(task) for task in ended}
+                if not await self._collect(steps):
+                    return
+        finally:
+            stopping.cancel()
+
+    async def _collect(self, ended: dict[asyncio.Task[Ending], Step]) -> bool:
+        """Record what ended; False where the service is shutting down."""
+        endings = []
+        for task, step in ended.items():
+            error = task.exception()
+            if isinstance(error, Paused):
+                self._show(step, QUEUED)
+                self.stop.set()
+            elif error is not None:
+                logger.error("a step failed in a way that nobody foresaw", exc_info=error)
+                endings.append(self._failure(step, "internal", "an error that the service didn't foresee"))
+            else:
+                endings.append(task.result())
+        return await self._record(endings) if endings else True
+
+    async def _stop(self, running: dict[asyncio.Task[Ending], Step]) -> None:
+        """Let go of queued work; keep what was finished meanwhile; cancel the rest of the job if asked to."""
+        if self.job.cancelling:
+            for task in running:
+                task.cancel()
+        if running:
+            await asyncio.wait(running)
+        finished = {task: step for task, step in running.items() if not task.cancelled()}
+        await self._collect(finished)
+        if self.job.cancelling and not self.job.ended:
+            now = self.parts.clock()
+            rest = [step for step in self.job.steps.values() if not step.ended]
+            await self._record([Ending(s, replace(s.row, state=CANCELLED, finished=now)) for s in rest])
+
+    # Recording
+
+    async def _record(self, endings: Sequence[Ending]) -> bool:
+        """Commit the endings, the steps that they make impossible, and the job's own end; then show them.
+
+        A disk that refuses is asked again until it takes them; False where the service shuts down first.
+        """
+        now = self.parts.clock()
+        failed = [ending.step for ending in endings if ending.row.state == FAILED]
+        skipped = [
+            Ending(step, replace(step.row, state=SKIPPED, finished=now))
+            for step in self.job.dependents(failed)
+        ]
+        endings = [*endings, *skipped]
+        try:
+            tries = 0
+            while True:
+                try:
+                    await self._commit(endings, now)
+                except ServiceError as error:
+                    logger.warning("job %s can't be recorded yet: %s", self.job.id, error.detail)
+                    if await self._stopped_within(Tries(tries, 0.0).delay("queue_full") or LAST_DELAY):
+                        return False
+                    tries += 1
+                else:
+                    return True
+        finally:
+            for ending in endings:
+                if ending.hold is not None:
+                    ending.hold.release()
+
+    async def _commit(self, endings: Sequence[Ending], now: float) -> None:
+        job, store = self.job, self.parts.store
+        after = {step.spec.id: step.state for step in job.steps.values()}
+        after |= {ending.step.spec.id: ending.row.state for ending in endings}
+        state = job.end(after.values())
+        holds = [ending.hold for ending in endings if ending.hold is not None]
+        bindings = [
+            Binding(ending.step.spec.handle, ending.hold, ending.step.spec.ttl_seconds)
+            for ending in endings
+            if ending.hold is not None and ending.step.spec.handle is not None
+        ]
+        unneeded = job.inputs() if state else set()
+        async with store.binding(job.owner, bindings) as names:
+            await self.parts.journal.record(
+                Progress(
+                    job=job.id,
+                    steps=[ending.row for ending in endings],
+                    results=[hold.content.row for hold in holds],
+                    names=names,
+                    state=state,
+                    finished=now if state else None,
+                    unneeded=unneeded,
+                )
+            )
+        store.kept(holds)
+        store.unkept(unneeded)
+        for ending in endings:
+            ending.step.row = ending.row
+            ending.step.state = ending.row.state
+        if state:
+            job.state, job.finished = state, now
+        job.change()
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self.stop.wait(), seconds)
+        except TimeoutError:
+            return False
+        # A cancelled job is still to be recorded, so only a pause ends the tries.
+        await asyncio.sleep(seconds if self.job.cancelling else 0)
+        return not self.job.cancelling
+
+    def _show(self, step: Step, state: str) -> None:
+        """A state that isn't recorded: after a restart the step is queued."""
+        step.state = state
+        if self.job.state == QUEUED and state == RUNNING:
+            self.job.state = RUNNING
+        self.job.change()
+
+    def _failure(self, step: Step, code: str, detail: str) -> Ending:
+        row = replace(step.row, state=FAILED, code=code, detail=detail, finished=self.parts.clock())
+        return Ending(step, row)
+
+    # Computing
+
+    async def _step(self, step: Step) -> Ending:
+        """Compute a step, trying again what may pass."""
+        async with self.parts.permits:
+            began = time.monotonic()
+            count = 0
+            while True:
+                if self.stop.is_set():
+                    raise Paused
+                try:
+                    return await self._attempt(step)
+                except ServiceError as error:
+                    if error.code == "draining" or self.parts.supervisor.draining:
+                        raise Paused from error
+                    delay = Tries(count, time.monotonic() - began).delay(error.code)
+                    if delay is None:
+                        return self._failure(step, error.code, error.detail)
+                    code = error.code
+                await asyncio.sleep(delay)
+                if code == "no_worker":
+                    await self._worker()
+                count += 1
+
+    async def _worker(self) -> None:
+        """Wait for one, as long as it takes: the job was accepted."""
+        supervisor = self.parts.supervisor
+        while not (supervisor.ready or supervisor.draining or self.stop.is_set()):
+            await asyncio.sleep(WORKER_POLL)
+
+    async def _attempt(self, step: Step) -> Ending:
+        parts, spec = self.parts, step.spec
+        pins = await self._pin(step)
+        try:
+            nbytes = Tensor(spec.dtype, spec.shape).nbytes
+            slot = self._allocate(nbytes)
+        except BaseException:
+            _release(pins.values())
+            raise
+        try:
+            work = self._work(step, pins, Operand(slot.offset, nbytes, spec.dtype, spec.shape), slot.hold())
+            outcome = await parts.supervisor.submit(work)
+            hold = await parts.store.save(
+                self.job.owner, slot, nbytes, spec.dtype, spec.shape, name=spec.handle or ""
+            )
+        finally:
+            slot.release()
+        row = replace(
+            step.row,
+            state=DONE,
+            finished=parts.clock(),
+            variant=outcome.variant,
+            reason=outcome.reason,
+            why=outcome.why,
+            queue_seconds=outcome.queue_seconds,
+            compute_seconds=outcome.compute_seconds,
+            result=hold.content.row.id,
+        )
+        return Ending(step, row, hold)
+
+    async def _pin(self, step: Step) -> dict[str, Pin]:
+        """Operands in the arena."""
+        pins: dict[str, Pin] = {}
+        try:
+            for name, operand in step.spec.inputs.items():
+                content = operand.content or self.job.steps[operand.step].row.result
+                assert content is not None, "a step began before its input was there"
+                hold = self.parts.store.hold_content(content)
+                try:
+                    pins[name] = await self.parts.store.load(hold)
+                finally:
+                    hold.release()
+        except BaseException:
+            _release(pins.values())
+            raise
+        return pins
+
+    def _allocate(self, nbytes: int) -> Slot:
+        self.parts.store.reclaim(nbytes)
+        return self.parts.slots.allocate(nbytes, owner=self.job.owner, state="reply")
+
+    def _work(self, step: Step, pins: dict[str, Pin], out: Operand, held: Slot) -> Work:
+        """The request. Whoever runs it lets go of the operands and its share of the slot."""
+
+        def release() -> None:
+            _release(pins.values())
+            held.release()
+
+        spec = step.spec
+        deadline = None
+        if spec.deadline is not None:
+            deadline = time.monotonic() + spec.deadline - self.parts.clock()
+        operands: dict[str, Any] = {name: pin.operand for name, pin in pins.items()}
+        return Work(
+            id=self.parts.supervisor.work_id(),
+            out=out,
+            params=spec.params,
+            owner=self.job.owner,
+            priority=spec.priority or DEFAULT_PRIORITY,
+            deadline=deadline,
+            release=release,
+            **operands,
+        )
+
+
+def _release(pins: Iterable[Pin]) -> None:
+    for pin in pins:
+        pin.release()
