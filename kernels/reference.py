@@ -30,7 +30,8 @@ import numpy as np
 from kernels import exact
 from kernels.device import Device
 from kernels.elementwise import NUMPY, Array, canonical_nan, epilogue, narrow, quiet, typed, widen
-from kernels.problem import DType, Problem
+from kernels.problem import Activation, DType, Problem
+from kernels.scratch import scratch
 
 Backend = Literal["numpy", "torch"]
 Way = Literal["plain", "exact", "padded", "rows"]
@@ -38,6 +39,7 @@ BACKENDS: tuple[Backend, ...] = ("torch", "numpy")
 
 PAD_TORCH = 16
 PAD_NUMPY = 64
+KEEP_WIDE_BYTES = 1 << 27  # a B whose fp64 form is larger is converted by panels each time
 TAIL_ROWS = 512  # fewer rows than this are copied to be padded; above, only the last incomplete rows are
 
 
@@ -216,7 +218,7 @@ def compute_stacked(
         for part in rows:
             _fill(stacked[start : start + len(part)], part)
             start += len(part)
-        product = np.empty((stacked.shape[0], first.n), kind)
+        product = scratch("stack", (len(stacked), first.n), kind)
         library.product(stacked, _matrices(b, first.trans_b)[0], product)
         canonical_nan(product[:total])
         start = 0
@@ -250,21 +252,27 @@ def _compute(
         return
     kind = NUMPY[problem.dtype.compute]
     target = out if out.ndim == 3 else out[None]
-    straight = target.dtype == kind and not (
+    straight = (target.dtype == kind or (library.way == "exact" and _plain(problem))) and not (
         problem.epilogue.reads_c and c is not None and np.may_share_memory(c, out)
     )
-    acc = target if straight else np.empty(target.shape, kind)
+    acc = target if straight else scratch("acc", target.shape, kind)
     if problem.epilogue.reads_ab and problem.k:
         assert a is not None
         assert b is not None
         _products(problem, _matrices(a, problem.trans_a), _matrices(b, problem.trans_b), acc, library)
-        if problem.batch_invariant:
+        if library.way in ("padded", "rows"):
             canonical_nan(acc)
     else:
         acc.fill(0)
     epilogue(problem, acc, c, bias)
     if not straight:
         narrow(acc, target)
+
+
+def _plain(problem: Problem) -> bool:
+    """D is the product and no more."""
+    tail = problem.epilogue
+    return tail.alpha == 1.0 and not tail.reads_c and tail.bias is None and tail.activation is Activation.NONE
 
 
 def _matrices(x: Array, transposed: bool) -> Array:
@@ -319,9 +327,9 @@ class _Library:
         """Room for stacked rows, padded with zeros where products want full tiles."""
         kind = np.dtype(np.float64) if self.way == "exact" else self.kind
         padded = -(-rows // self.pad) * self.pad if self.way == "padded" else rows
-        scratch = np.empty((padded, k), kind)
-        scratch[rows:] = 0
-        return scratch
+        room = scratch("rows", (padded, k), kind)
+        room[rows:] = 0
+        return room
 
     def batched(self, a: Array, b: Array, out: Array) -> None:
         """Plain products of a batch."""
@@ -331,10 +339,8 @@ class _Library:
         """out [M, N] = a [M, K] · b [K, N], in the compute type. With b from `_tensor` where batch is 1."""
         if self.way == "exact":
             wide = None
-            if self._tensor and b.size * 8 <= 1 << 27:
-                wide = self._keep(
-                    self._tensor, "wide" + self._stored, lambda: np.ascontiguousarray(widen(b, exact.F64))
-                )
+            if self._tensor and b.size * 8 <= KEEP_WIDE_BYTES:
+                wide = self._keep(self._tensor, "wide" + self._stored, lambda: exact.wide_columns(b))
             exact.product(a, b, out, self.matmul, wide)
         elif self.way == "rows":
             self._by_rows(a, b, out)
@@ -373,11 +379,11 @@ class _Library:
         if head == m:
             return
         rows = m - head
-        scratch = np.empty((-(-rows // self.pad) * self.pad, k), self.kind)
-        _fill(scratch[:rows], a[head:])
-        scratch[rows:] = 0
-        product = np.empty((len(scratch), right.shape[1]), self.kind)
-        self.matmul(scratch, right, product)
+        left = scratch("left", (-(-rows // self.pad) * self.pad, k), self.kind)
+        _fill(left[:rows], a[head:])
+        left[rows:] = 0
+        product = scratch("product", (len(left), right.shape[1]), self.kind)
+        self.matmul(left, right, product)
         out[head:] = product[:rows, :n]
 
     def _by_rows(self, a: Array, b: Array, out: Array) -> None:

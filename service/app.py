@@ -13,6 +13,7 @@ from typing import Any
 
 import fastapi_offline
 from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
@@ -28,11 +29,13 @@ from service.jobs import Jobs
 from service.keys import Keys
 from service.metrics import Metrics
 from service.routes import gemm, info, jobs, tensors
+from service.routes.plain import Shortcut
 from service.services import Services
 from service.settings import Settings
 from service.store import TensorStore
 from service.supervisor import Options, Supervisor
 
+_ROUTERS = (gemm.router, tensors.router, jobs.router, info.router)
 _DOCS = Path(fastapi_offline.__file__).parent / "static"
 
 
@@ -40,7 +43,8 @@ class App(FastAPI):
     """A FastAPI app inside the gate: who may, request ids, the log and error documents are outermost."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        return Gate(super().build_middleware_stack(), self)
+        # No layer of the framework answers errors: every exception reaches the gate, which words them all.
+        return Gate(Shortcut(AsyncExitStackMiddleware(self.router), self, _ROUTERS), self)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -66,8 +70,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for routes in (gemm, tensors, jobs, info):
-        app.include_router(routes.router)
+    for router in _ROUTERS:
+        app.include_router(router)
     _serve_docs(app)
     return app
 

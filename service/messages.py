@@ -139,6 +139,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     quarantined: dict[str, str] = {}
     tensor_active: float | None = None
     tensor_source: str = ""
+    tensor_detail: str = ""
     sm_clock_mhz: float | None = None
 
 

@@ -163,6 +163,7 @@ class Supervisor:
         work.arrived = now
         if not work.seconds:
             work.seconds = self.estimate.seconds(work.flops, work.nbytes)
+        self.metrics.took("admit", time.monotonic() - now)
         waiting = _Waiting(asyncio.get_running_loop().create_future())
         self._waiting[work.id] = waiting
         self._idle.clear()
@@ -218,6 +219,7 @@ class Supervisor:
             if waiting is not None:
                 waiting.sent = now
             self.metrics.queue_wait.observe(now - work.arrived)
+            self.metrics.took("batch", now - work.arrived)
         self.metrics.batch_requests.observe(len(works))
         # A batch behind others waits for them too; a hang is far beyond any estimate.
         ahead = sum(w.seconds for f in handle.flights.values() for w in f.works)

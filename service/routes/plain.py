@@ -1,28 +1,21 @@
 """A route that is plain ASGI: receives (scope, receive, send) with no FastAPI in between, yet stands in OpenAPI.
 
-FastAPI's own handler reads and validates a body before the endpoint sees it; a tensor's body must go from the
-socket into its slot instead. The declared endpoint still makes the schema.
+FastAPI's own handler reads and validates a body before the endpoint sees it, and its layers cost more than a
+small product; a tensor's body must go from the socket into its slot instead. The declared endpoint still makes
+the schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 PlainApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-class PlainRoute(APIRoute):
-    """An APIRoute whose application is the ASGI callable found at `endpoint.plain`, where there is one."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        plain: PlainApp | None = getattr(endpoint, "plain", None)
-        if plain is not None:
-            self.app = plain
 
 
 def plain(application: PlainApp) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -33,3 +26,45 @@ def plain(application: PlainApp) -> Callable[[Callable[..., Any]], Callable[...,
         return endpoint
 
     return mark
+
+
+class PlainRoute(APIRoute):
+    """An APIRoute that calls its endpoint's `plain` application, where there is one."""
+
+    @property
+    def plain(self) -> PlainApp | None:
+        """The ASGI callable that serves this route."""
+        return getattr(self.endpoint, "plain", None)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the plain application; 405 for other methods."""
+        if self.plain is None:
+            await super().handle(scope, receive, send)
+        elif scope["method"] not in self.methods:
+            raise HTTPException(405, headers={"Allow": ", ".join(sorted(self.methods))})
+        else:
+            await self.plain(scope, receive, send)
+
+
+class Shortcut:
+    """Calls plain routes of fixed paths directly; all else goes through `app`'s layers."""
+
+    def __init__(self, app: ASGIApp, owner: Any, routers: Iterable[APIRouter]) -> None:
+        self._app = app
+        self._owner = owner
+        self._routes = {
+            (method, route.path): (route, route.plain)
+            for router in routers
+            for route in router.routes
+            if isinstance(route, PlainRoute) and route.plain is not None and "{" not in route.path
+            for method in route.methods
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        route, application = found
+        scope["app"], scope["route"] = self._owner, route
+        await application(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The CPU references: right by the API's bound on odd problems; equal bits of a row alone and in any stack."""
+"""The CPU references: right by the API's bound on odd problems; rows have equal bits alone and stacked."""
 
 from __future__ import annotations
 

@@ -29,7 +29,10 @@ async def test_messages_cross_in_order_and_whole() -> None:
 
     front = FrontLink(received, lost.set)
     await front.open(ours)
-    sent: list[ToWorker] = [Batch(7, tuple(work(c=True, bias="v@1").item() for _ in range(300)), True), Ask(1, "choose", {"m": 5})]
+    sent: list[ToWorker] = [
+        Batch(7, tuple(work(c=True, bias="v@1").item() for _ in range(300)), True),
+        Ask(1, "choose", {"m": 5}),
+    ]
     sent += [Ping(n) for n in range(998)]
     for message in sent:
         front.send(message)
