@@ -129,7 +129,7 @@ def _measured_bandwidth() -> float:
 
 
 def describe_cuda(index: int = 0) -> Device:
-    """GPU `index` as its driver describes it; its rates are those of its datasheet, or follow from its clocks.
+    """GPU `index` as its driver describes it; its rates are its datasheet's, or follow from its clocks.
 
     Uses torch where the process has it already, else cuda-bindings, which start ten times faster.
     """
@@ -163,7 +163,7 @@ def _torch_loaded() -> bool:
 def _by_torch(index: int) -> dict[str, Any]:
     import torch
 
-    seen = torch.cuda.get_device_properties(index)
+    seen: Any = torch.cuda.get_device_properties(index)
     return {
         "name": seen.name,
         "capability": (seen.major, seen.minor),

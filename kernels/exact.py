@@ -130,7 +130,8 @@ class _Panel:
         straddling = _straddles(value.ravel()[where], reach, low)
         i, j = np.divmod(where, value.shape[1])
         out[i, j] = low
-        return where[straddling]
+        kept: NDArray[np.intp] = where[straddling]
+        return kept
 
     def _settle(self, a64: Array, where: NDArray[np.intp], out: Array) -> None:
         """Sum the flagged elements again in a fixed order."""
@@ -160,11 +161,11 @@ def _straddles(value: Array, reach: Array, out: Array) -> NDArray[np.bool_]:
         edge(value, reach, out=at, casting="same_kind")
         np.add(at, np.float32(0), out=at)  # one zero: the sign of an underflowed sum depends on its order
     if straight:
-        return np.not_equal(low, high)
+        return low != high  # type: ignore[no-any-return]
     narrow(low, out)
     other = np.empty(out.shape, out.dtype)
     narrow(high, other)
-    return np.not_equal(out.view(np.uint16), other.view(np.uint16))
+    return out.view(np.uint16) != other.view(np.uint16)  # type: ignore[no-any-return]
 
 
 def halved_sum(terms: NDArray[Any]) -> NDArray[Any]:

@@ -6,13 +6,14 @@ a measured time overrides an estimate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 from kernels.device import Device
-from kernels.problem import Problem, Unsupported
+from kernels.problem import Epilogue, Problem, Unsupported
 
 
 class Reason(StrEnum):
@@ -22,7 +23,7 @@ class Reason(StrEnum):
     ESTIMATE = "estimate"  # the cheapest by the analytic estimate
     MEASURED = "measured"  # the cheapest by times measured on this device
     ASKED = "asked"  # the caller named it
-    INVARIANT = "invariant"  # the cheapest in the class whose bits don't depend on M
+    INVARIANT = "invariant"  # a faster one has another order along K, and batch_invariant is set
     FALLBACK = "fallback"  # the better ones are quarantined or not admitted yet
 
 
@@ -54,7 +55,7 @@ class Variant(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One variant as the selector saw it: a time, or why it can't be used."""
+    """One variant as the selector saw it: its time, and why it can't be used, if so."""
 
     variant: str
     seconds: float | None
@@ -80,6 +81,45 @@ def table_key(variant: str, problem: Problem) -> str:
     return f"{variant}|{shape}|{problem.dtype}>{problem.out_dtype}|{layout}"
 
 
+# Rows at which classes of equal bits are compared: a token, stacked requests, a prompt, a large product.
+CANONICAL_ROWS = (1, 16, 128, 1024, 8192)
+
+
+def invariant_class(
+    problem: Problem,
+    device: Device,
+    *,
+    variants: Sequence[Variant],
+    barred: Mapping[str, str] | None = None,
+) -> str | None:
+    """The class of equal bits for the problem's N, K and types on this device; None where no variant has one.
+
+    M, batch and the epilogue's values don't enter, nor does a table of measured times, which another run may
+    have changed. Of the classes that can compute any M, the one that loses the least against the fastest
+    variant over the canonical M, in the geometric mean.
+    """
+    barred = barred or {}
+    losses: dict[str, float] = {}
+    covered: dict[str, int] = {}
+    for m in CANONICAL_ROWS:
+        canonical = replace(
+            problem, m=m, batch=1, epilogue=Epilogue(), a_broadcast=False, b_broadcast=False,
+            lda=0, ldb=0, ldc=0, ldd=0, aligned=128,
+        )  # fmt: skip
+        best: dict[str, float] = {}
+        for each in variants:
+            order = each.order(canonical)
+            if order is None or each.name in barred or each.unsupported(canonical, device) is not None:
+                continue
+            best[order] = min(best.get(order, math.inf), each.seconds(canonical, device))
+        fastest = min(best.values(), default=1.0)
+        for order, seconds in best.items():
+            losses[order] = losses.get(order, 0.0) + math.log(seconds / fastest)
+            covered[order] = covered.get(order, 0) + 1
+    widest = max(covered.values(), default=0)
+    return min((order for order in losses if covered[order] == widest), key=losses.__getitem__, default=None)
+
+
 def choose(
     problem: Problem,
     device: Device,
@@ -93,65 +133,68 @@ def choose(
     """Choose among `variants`.
 
     table: measured seconds by `table_key`. barred: variants that may not run and why (quarantine, self-test
-    still running). invariant_order: the class that a batch-invariant problem must stay in on this device;
-    None lets the first supporting variant that has one set it. variant: a name, or "auto".
+    still running). invariant_order: the class that a batch-invariant problem must stay in, where the caller
+    keeps what `invariant_class` said. variant: a name, or "auto".
 
     Raises Unsupported where no variant is left, or where the named one can't take the problem.
     """
-    table = table or {}
     barred = barred or {}
-    seen: list[Candidate] = []
-    usable: list[Candidate] = []
-    refused_better = False
-    want_order = invariant_order
-    for each in variants:
-        if variant not in ("auto", each.name):
-            continue
-        because = each.unsupported(problem, device)
-        if because is None and problem.batch_invariant:
-            order = each.order(problem)
-            if order is None:
-                because = "its bits depend on M, and batch_invariant is set"
-            elif want_order is None:
-                want_order = order
-            elif order != want_order:
-                because = f"its order along K ({order}) is not this problem's class ({want_order})"
-        if because is None and each.name in barred:
-            because = barred[each.name]
-            refused_better = True
-        if because is not None:
-            seen.append(Candidate(each.name, None, because=because))
-            continue
-        measured = table.get(table_key(each.name, problem))
-        seconds = each.seconds(problem, device) if measured is None else measured
-        candidate = Candidate(each.name, seconds, measured is not None)
-        seen.append(candidate)
-        usable.append(candidate)
+    asked = variant != "auto"
+    considered = [each for each in variants if not asked or each.name == variant]
+    if not considered:
+        raise Unsupported(
+            f"variant {variant!r} does not exist on {device.name}" if asked else "there is no variant"
+        )
+    wanted = None
+    if problem.batch_invariant and not asked:
+        wanted = invariant_order or invariant_class(problem, device, variants=variants, barred=barred)
+    seen = [_candidate(each, problem, device, table or {}, barred, wanted) for each in considered]
+    usable = [candidate for candidate in seen if candidate.because is None]
     if not usable:
-        if variant != "auto" and not seen:
-            raise Unsupported(f"variant {variant!r} does not exist on {device.name}")
-        raise Unsupported("; ".join(f"{c.variant}: {c.because}" for c in seen) or "there is no variant")
-    best = min(usable, key=lambda c: c.seconds if c.seconds is not None else float("inf"))
-    assert best.seconds is not None
-    reason, why = _explain(best, usable, asked=variant != "auto", fallback=refused_better, problem=problem)
-    return Choice(best.variant, reason, why, best.seconds, tuple(seen))
+        raise Unsupported("; ".join(f"{c.variant}: {c.because}" for c in seen))
+    best = min(usable, key=_time)
+    reason, why = _explain(best, seen, asked, barred)
+    return Choice(best.variant, reason, why, _time(best), tuple(seen))
+
+
+def _candidate(
+    each: Variant,
+    problem: Problem,
+    device: Device,
+    table: Mapping[str, float],
+    barred: Mapping[str, str],
+    wanted: str | None,
+) -> Candidate:
+    because = each.unsupported(problem, device)
+    if because is not None:
+        return Candidate(each.name, None, because=because)
+    if problem.batch_invariant:
+        order = each.order(problem)
+        if order is None:
+            because = "its bits depend on M, and batch_invariant is set"
+        elif wanted not in (None, order):
+            because = f"its order along K ({order}) is not the class ({wanted}) of this N and K"
+    measured = table.get(table_key(each.name, problem))
+    seconds = each.seconds(problem, device) if measured is None else measured
+    return Candidate(each.name, seconds, measured is not None, barred.get(each.name, because))
+
+
+def _time(candidate: Candidate) -> float:
+    return math.inf if candidate.seconds is None else candidate.seconds
 
 
 def _explain(
-    best: Candidate, usable: Sequence[Candidate], *, asked: bool, fallback: bool, problem: Problem
+    best: Candidate, seen: Sequence[Candidate], asked: bool, barred: Mapping[str, str]
 ) -> tuple[Reason, str]:
-    assert best.seconds is not None
-    took = f"{best.seconds * 1e6:.1f} µs {'measured' if best.measured else 'estimated'}"
+    took = f"{_time(best) * 1e6:.1f} µs {'measured' if best.measured else 'estimated'}"
     if asked:
         return Reason.ASKED, f"asked for by name, {took}"
-    if fallback:
-        return Reason.FALLBACK, f"{took}; others are barred on this device"
-    if len(usable) == 1:
+    others = [c for c in seen if c is not best and c.seconds is not None]
+    if not others:
         return Reason.ONLY, f"the only variant that takes this problem, {took}"
-    others = [c for c in usable if c is not best]
-    runner = min(others, key=lambda c: c.seconds or 0.0)
-    assert runner.seconds is not None
-    text = f"{took}, next {runner.variant} at {runner.seconds * 1e6:.1f} µs"
-    if best.measured:
-        return Reason.MEASURED, text
-    return (Reason.INVARIANT if problem.batch_invariant else Reason.ESTIMATE), text
+    faster = min(others, key=_time)
+    if faster.because is not None and _time(faster) < _time(best):
+        held = f"{took}; {faster.variant} would take {_time(faster) * 1e6:.1f} µs, but {faster.because}"
+        return (Reason.FALLBACK if faster.variant in barred else Reason.INVARIANT), held
+    text = f"{took}, next {faster.variant} at {_time(faster) * 1e6:.1f} µs"
+    return (Reason.MEASURED if best.measured else Reason.ESTIMATE), text
