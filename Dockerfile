@@ -24,6 +24,7 @@ RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu]'
 
 # ---- the kernels, compiled ahead of time: the final image holds no compiler -----------------------------------
 FROM build AS kernels
+# hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/*

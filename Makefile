@@ -44,7 +44,8 @@ lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev ## Measure the service against its peers; writes benchmarks/results
+bench: $(VENV)/.dev ## Measure the service against its peers (needs wrk); writes benchmarks/results
+	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.serving
 
 clean: ## Remove what was installed and built here

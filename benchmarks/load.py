@@ -1,0 +1,94 @@
+"""Servers to measure and the load on them: receives commands, hands on running processes and what wrk counted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
+_SCRIPT = Path(__file__).with_name("post.lua")
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What wrk saw in one run."""
+
+    requests_per_second: float
+    p50_seconds: float
+    p99_seconds: float
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def served(command: Sequence[str], probe: str, *, seconds: float = 90) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server for the length of a block, from its first answer at `probe` on; its group ends with it."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            _await(process, probe, seconds)
+            yield process
+        except BaseException:
+            log.seek(0)
+            print(log.read().decode(errors="replace")[-4000:])
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _await(process: subprocess.Popen[bytes], probe: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        with contextlib.suppress(httpx.TransportError):
+            # Peers have no readiness of their own: any answer but "not ready" will do.
+            if httpx.get(probe, timeout=2).status_code != 503:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"no answer at {probe} within {seconds:g} s")
+
+
+def wrk(url: str, body: Path, *, clients: int, seconds: float) -> Counted:
+    """Load `url` with wrk, one thread; raises where any answer was no success."""
+    if shutil.which("wrk") is None:
+        raise SystemExit("benchmarks need wrk: apt-get install wrk")
+    command = ["wrk", "-t1", f"-c{clients}", f"-d{seconds:g}s", "--latency", "-s", str(_SCRIPT), url]
+    run = subprocess.run(command, env={**os.environ, "GEMM_BODY": str(body)}, capture_output=True, text=True, check=True)
+    if "Non-2xx" in run.stdout or "Socket errors" in run.stdout:
+        raise RuntimeError(f"not every answer was a success:\n{run.stdout}")
+    rate = re.search(r"Requests/sec:\s+([\d.]+)", run.stdout)
+    assert rate is not None, run.stdout
+    return Counted(float(rate[1]), _latency(run.stdout, "50%"), _latency(run.stdout, "99%"))
+
+
+def _latency(text: str, quantile: str) -> float:
+    found = re.search(rf"^\s+{quantile}\s+([\d.]+)(us|ms|s|m)$", text, re.MULTILINE)
+    assert found is not None, text
+    return float(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,355 @@
+"""The service against its peers on this computer: writes benchmarks/results/<machine>/serving.json and a picture.
+
+Every comparison is interleaved: each round runs every contender once, in turn, so that a machine whose speed drifts
+favours none. Ratios are taken round by round; medians and spreads are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.progress import Progress
+
+from benchmarks import record
+from benchmarks.load import Counted, free_port, served, wrk
+from benchmarks.transfers import Peer, Raw
+
+N = 256
+MIB = 1 << 20
+PACKAGES = ("numpy", "torch", "fastapi", "uvicorn", "uvloop", "httptools", "mosec", "litserve")
+RAW_QUERY = f"a_shape={N}x{N}&b_shape={N}x{N}&dtype=fp32"
+Row = dict[str, Any]
+
+
+def ours(port: int, data: Path, *flags: str) -> list[str]:
+    """The command of our server."""
+    common = ["--port", str(port), "--data", str(data), "--log-level", "warning", "--arena-bytes", "1536MiB"]
+    return [sys.executable, "-m", "service", "serve", *common, *flags]
+
+
+def contenders(data: Path) -> dict[str, tuple[list[str], str, str]]:
+    """Each server's command, the URL to load, and the URL that answers once it is up."""
+    python = sys.executable
+    a, b, c, d = (free_port() for _ in range(4))
+    at = "http://127.0.0.1"
+    return {
+        "gemm-service": (ours(a, data), f"{at}:{a}/gemm?{RAW_QUERY}", f"{at}:{a}/health/ready"),
+        "fastapi-inline": ([python, "-m", "benchmarks.peers.inline", str(b)], f"{at}:{b}/gemm", f"{at}:{b}/docs"),
+        "mosec": (
+            [python, "-m", "benchmarks.peers.mosec_raw", "--address", "127.0.0.1", "--port", str(c)],
+            f"{at}:{c}/inference",
+            f"{at}:{c}/metrics",
+        ),
+        "litserve": ([python, "-m", "benchmarks.peers.lit", str(d)], f"{at}:{d}/gemm", f"{at}:{d}/health"),
+    }
+
+
+def rates(rounds: int, seconds: float, tick: Callable[[str], None]) -> list[Row]:
+    """Requests a second of 256³ fp32 with raw bodies and 8 clients."""
+    a, b = (np.random.default_rng(n).standard_normal((N, N)).astype(np.float32) for n in (1, 2))
+    body = a.tobytes() + b.tobytes()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        path = Path(folder, "body")
+        path.write_bytes(body)
+        servers = contenders(Path(folder, "data"))
+        for name, (command, url, probe) in servers.items():
+            stack.enter_context(served(command, probe))
+            _check_product(name, url, body, a, b)
+        seen: dict[str, list[Counted]] = {name: [] for name in servers}
+        floor: list[float] = []
+        for _ in range(rounds):
+            for name, (_, url, _) in servers.items():
+                tick(name)
+                seen[name].append(wrk(url, path, clients=8, seconds=seconds))
+            floor.append(_product_seconds(a, b))
+    rows = [_rate_row(name, runs, seen["gemm-service"]) for name, runs in seen.items()]
+    alone: Row = {"server": "product alone", "workload": "256³ fp32", "clients": 1}
+    rows.append(alone | {"requests_per_second": record.spread([1 / s for s in floor])})
+    return rows
+
+
+def _check_product(name: str, url: str, body: bytes, a: Any, b: Any) -> None:
+    for _ in range(50):
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.post(url, content=body, headers={"content-type": "application/octet-stream"}, timeout=30)
+            if answer.status_code == 200:
+                break
+        time.sleep(0.2)
+    got = np.frombuffer(answer.content, np.float32).reshape(N, N)
+    if not np.allclose(got, a.astype(np.float64) @ b, rtol=1e-4, atol=1e-4):
+        raise SystemExit(f"{name} answers a wrong product")
+
+
+def _product_seconds(a: Any, b: Any) -> float:
+    """Median seconds of the product alone, in this process with torch."""
+    import torch
+
+    x, y = torch.from_numpy(a), torch.from_numpy(b)
+    times = []
+    for _ in range(200):
+        started = time.perf_counter()
+        torch.matmul(x, y)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _rate_row(name: str, runs: list[Counted], own: list[Counted]) -> Row:
+    ratio = [mine.requests_per_second / run.requests_per_second for mine, run in zip(own, runs, strict=True)]
+    return {
+        "server": name,
+        "workload": "256³ fp32, raw bodies",
+        "clients": 8,
+        "requests_per_second": record.spread([run.requests_per_second for run in runs]),
+        "p50_seconds": record.spread([run.p50_seconds for run in runs]),
+        "p99_seconds": record.spread([run.p99_seconds for run in runs]),
+        "ours_over_this": record.spread(ratio),
+    }
+
+
+@contextlib.contextmanager
+def _one_service(*flags: str) -> Iterator[tuple[int, httpx.Client]]:
+    port = free_port()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(ours(port, Path(folder), *flags), f"http://127.0.0.1:{port}/health/ready"),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http,
+    ):
+        yield port, http
+
+
+def transfers(rounds: int, tick: Callable[[str], None]) -> list[Row]:
+    """Uploads into the arena and replies from it, against bare socket calls."""
+    rows = []
+    with _one_service() as (port, http):
+        peer, raw = Peer(port), Raw(256 * MIB)
+        for mib in (8, 64, 256):
+            body = memoryview(np.random.default_rng(3).bytes(mib * MIB + 4096))
+            target = f"/gemm?alpha=0&a_shape={mib * 256}x1024&b_shape=1024x1&dtype=fp32"
+            pairs = []
+            for _ in range(rounds):
+                tick(f"upload of {mib} MiB")
+                pairs.append((peer.exchange("POST", target, body), raw.receive(body[: mib * MIB])))
+            rows.append(_transfer_row(f"upload {mib} MiB", mib * MIB, pairs))
+        for mib in (8, 64):
+            _put(http, f"t{mib}", np.zeros((mib * 256, 1024), np.float32))
+            into = memoryview(bytearray(mib * MIB))
+            pairs = []
+            for _ in range(rounds):
+                tick(f"reply of {mib} MiB")
+                pairs.append((peer.exchange("GET", f"/tensors/t{mib}", into=into), raw.send(into)))
+            rows.append(_transfer_row(f"reply {mib} MiB", mib * MIB, pairs))
+        peer.close()
+        raw.close()
+    return rows
+
+
+def _transfer_row(name: str, nbytes: int, pairs: list[tuple[float, float]]) -> Row:
+    """The first pair warms pages and buffers up and doesn't count."""
+    pairs = pairs[1:]
+    return {
+        "name": name,
+        "bytes": nbytes,
+        "bytes_per_second": record.spread([nbytes / mine for mine, _ in pairs]),
+        "raw_bytes_per_second": record.spread([nbytes / bare for _, bare in pairs]),
+        "ratio": record.spread([bare / mine for mine, bare in pairs]),
+    }
+
+
+def _put(http: httpx.Client, name: str, x: Any) -> None:
+    shape = "x".join(map(str, x.shape))
+    http.put(
+        f"/tensors/{name}",
+        params={"shape": shape, "dtype": "fp32"},
+        content=x.tobytes(),
+        headers={"content-type": "application/octet-stream"},
+    ).raise_for_status()
+
+
+def overhead(rounds: int, tick: Callable[[str], None]) -> list[Row]:
+    """A product of stored handles with a small result, one client on a kept connection, over the bare product."""
+    random = np.random.default_rng(5)
+    a, b = random.standard_normal((64, 1024)).astype(np.float32), random.standard_normal((1024, 64)).astype(np.float32)
+    rows = []
+    with _one_service() as (port, http):
+        _put(http, "a", a)
+        _put(http, "b", b)
+        peer, into = Peer(port), memoryview(bytearray(64 * 64 * 4))
+        for _ in range(50):
+            peer.exchange("POST", "/gemm?a=handle:a&b=handle:b", into=into)
+        times, bare = [], []
+        for _ in range(rounds):
+            tick("stored handles")
+            times.append(statistics.median(peer.exchange("POST", "/gemm?a=handle:a&b=handle:b", into=into) for _ in range(300)))
+            bare.append(_product_seconds(a, b))
+        peer.close()
+    over = [mine - product for mine, product in zip(times, bare, strict=True)]
+    rows.append(
+        {
+            "server": "gemm-service",
+            "workload": "64×1024×64 fp32 between stored handles",
+            "clients": 1,
+            "p50_seconds": record.spread(times),
+            "bare_product_seconds": record.spread(bare),
+            "overhead_seconds": record.spread(over),
+        }
+    )
+    return rows
+
+
+def stacking(rounds: int, seconds: float, tick: Callable[[str], None]) -> list[Row]:
+    """64 clients with M = 16 against one stored weight of 4096×4096: the gain of stacking, and what torch shows bare."""
+    random = np.random.default_rng(7)
+    weight = random.standard_normal((4096, 4096)).astype(np.float32)
+    a = random.standard_normal((16, 4096)).astype(np.float32)
+    target = "/gemm?a_shape=16x4096&dtype=fp32&b=handle:w"
+    with tempfile.TemporaryDirectory() as folder:
+        body = Path(folder, "body")
+        body.write_bytes(a.tobytes())
+        with _one_service() as (port, http), _one_service("--batch-requests", "1") as (alone_port, alone):
+            for client in (http, alone):
+                _put(client, "w", weight)
+            headers = {"content-type": "application/octet-stream"}
+            single = alone.post(target, content=a.tobytes(), headers=headers).content
+            stacked_rates, alone_rates, bare = [], [], []
+            for _ in range(rounds):
+                tick("stacked")
+                stacked_rates.append(wrk(f"http://127.0.0.1:{port}{target}", body, clients=64, seconds=seconds).requests_per_second)
+                tick("alone")
+                alone_rates.append(
+                    wrk(f"http://127.0.0.1:{alone_port}{target}", body, clients=64, seconds=seconds).requests_per_second
+                )
+                bare.append(64 * _rows_seconds(weight, 16) / _rows_seconds(weight, 1024))
+            equal = _equal_in_stack(f"http://127.0.0.1:{port}{target}", a.tobytes(), single)
+            mean = _mean_batch(http.get("/metrics").text)
+    gains = [s / o for s, o in zip(stacked_rates, alone_rates, strict=True)]
+    return [
+        {
+            "server": "gemm-service",
+            "workload": "M = 16 against a stored 4096×4096 fp32 weight",
+            "clients": 64,
+            "requests_per_second": record.spread(stacked_rates),
+            "unstacked_requests_per_second": record.spread(alone_rates),
+            "gain": record.spread(gains),
+            "bare_torch_gain": record.spread(bare),
+            "kept": record.spread([g / t for g, t in zip(gains, bare, strict=True)]),
+            "equal_bits": equal,
+            "mean_batch": mean,
+        }
+    ]
+
+
+def _rows_seconds(weight: Any, rows: int) -> float:
+    import torch
+
+    x, w = torch.from_numpy(np.ones((rows, 4096), np.float32)), torch.from_numpy(weight)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.matmul(x, w)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _equal_in_stack(url: str, body: bytes, single: bytes) -> bool:
+    """Whether 32 clients at once get the bits that one alone got."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask(_: int) -> bytes:
+        headers = {"content-type": "application/octet-stream"}
+        return httpx.post(url, content=body, headers=headers, timeout=60).content
+
+    with ThreadPoolExecutor(32) as pool:
+        return all(answer == single for answer in pool.map(ask, range(32)))
+
+
+def _mean_batch(text: str) -> float:
+    values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("gemm_batch_requests_")}
+    return values["gemm_batch_requests_sum"] / values["gemm_batch_requests_count"]
+
+
+def start(rounds: int, tick: Callable[[str], None]) -> list[Row]:
+    """Seconds from process start until the front answers /health/live."""
+    times = []
+    for _ in range(rounds + 1):
+        tick("start")
+        port = free_port()
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            with served(ours(port, Path(folder)), f"http://127.0.0.1:{port}/health/live"):
+                times.append(time.perf_counter() - started)
+    return [{"name": "process start to /health/live", "seconds": record.spread(times[1:])}]
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Callable[[str], None]], list[Row]]] = {
+    "rates": lambda o, tick: rates(o.rounds, o.seconds, tick),
+    "transfers": lambda o, tick: transfers(o.rounds + 1, tick),
+    "overhead": lambda o, tick: overhead(o.rounds, tick),
+    "stacking": lambda o, tick: stacking(o.rounds, o.seconds, tick),
+    "start": lambda o, tick: start(o.rounds, tick),
+}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (at least 7 to report)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of one run of wrk")
+    parser.add_argument("--machine", default="cpu", help="short name of this machine in benchmarks/results")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only these parts; nothing is written then")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with Progress(transient=True) as progress:
+        for part in options.part or PARTS:
+            task = progress.add_task(part, total=None)
+
+            def tick(what: str, task: Any = task, part: str = part) -> None:
+                progress.update(task, description=f"{part}: {what}")
+
+            rows += [{"part": part, **row} for row in PARTS[part](options, tick)]
+            progress.remove_task(task)
+    for row in rows:
+        print({key: _short(value) for key, value in row.items()})
+    if not options.part:
+        path = record.write(options.machine, "serving", rows, details=record.cpu_machine(), packages=PACKAGES)
+        draw(rows, path.with_suffix(".png"))
+        print(f"written: {path} and {path.with_suffix('.png')}")
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value['median']:.4g}") if isinstance(value, dict) and "median" in value else value
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Requests a second by server, with spreads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row["part"] == "rates" and "p50_seconds" in row]
+    shown.sort(key=lambda row: row["requests_per_second"]["median"])
+    figure, axes = pyplot.subplots(figsize=(7, 2.8), layout="constrained")
+    for at, row in enumerate(shown):
+        rate = row["requests_per_second"]
+        error = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
+        axes.barh(at, rate["median"], xerr=error, color="#2a7f62" if row["server"] == "gemm-service" else "#9aa5a1")
+        axes.text(rate["max"], at, f"  {rate['median']:.0f}/s, p50 {row['p50_seconds']['median'] * 1e3:.1f} ms", va="center")
+    axes.set_yticks(range(len(shown)), [row["server"] for row in shown])
+    axes.set_xlim(0, max(row["requests_per_second"]["max"] for row in shown) * 1.35)
+    axes.set_xlabel("requests a second, 256³ fp32, raw bodies, 8 clients (median, min and max)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
