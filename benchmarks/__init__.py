@@ -1,1 +1,1 @@
-"""Harnesses against peers and cuBLAS. Each writes benchmarks/results/<machine>/<what>.json, where README's figures come from."""
+"""Harnesses against peers and cuBLAS; each writes benchmarks/results/<machine>/<what>.json, for README's figures."""

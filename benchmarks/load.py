@@ -53,10 +53,8 @@ def served(command: Sequence[str], probe: str, *, seconds: float = 90) -> Iterat
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -80,7 +78,9 @@ def wrk(url: str, body: Path, *, clients: int, seconds: float) -> Counted:
     if shutil.which("wrk") is None:
         raise SystemExit("benchmarks need wrk: apt-get install wrk")
     command = ["wrk", "-t1", f"-c{clients}", f"-d{seconds:g}s", "--latency", "-s", str(_SCRIPT), url]
-    run = subprocess.run(command, env={**os.environ, "GEMM_BODY": str(body)}, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        command, env={**os.environ, "GEMM_BODY": str(body)}, capture_output=True, text=True, check=True
+    )
     if "Non-2xx" in run.stdout or "Socket errors" in run.stdout:
         raise RuntimeError(f"not every answer was a success:\n{run.stdout}")
     rate = re.search(r"Requests/sec:\s+([\d.]+)", run.stdout)

@@ -45,11 +45,20 @@ def commit() -> str:
 def cpu_machine() -> dict[str, Any]:
     """This computer: processor, cores, memory."""
     model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory, "system": platform.release()}
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory,
+        "system": platform.release(),
+    }
 
 
 def write(

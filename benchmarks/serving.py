@@ -44,7 +44,11 @@ def contenders(data: Path) -> dict[str, tuple[list[str], str, str]]:
     at = "http://127.0.0.1"
     return {
         "gemm-service": (ours(a, data), f"{at}:{a}/gemm?{RAW_QUERY}", f"{at}:{a}/health/ready"),
-        "fastapi-inline": ([python, "-m", "benchmarks.peers.inline", str(b)], f"{at}:{b}/gemm", f"{at}:{b}/docs"),
+        "fastapi-inline": (
+            [python, "-m", "benchmarks.peers.inline", str(b)],
+            f"{at}:{b}/gemm",
+            f"{at}:{b}/docs",
+        ),
         "mosec": (
             [python, "-m", "benchmarks.peers.mosec_raw", "--address", "127.0.0.1", "--port", str(c)],
             f"{at}:{c}/inference",
@@ -81,7 +85,9 @@ def rates(rounds: int, seconds: float, tick: Callable[[str], None]) -> list[Row]
 def _check_product(name: str, url: str, body: bytes, a: Any, b: Any) -> None:
     for _ in range(50):
         with contextlib.suppress(httpx.TransportError):
-            answer = httpx.post(url, content=body, headers={"content-type": "application/octet-stream"}, timeout=30)
+            answer = httpx.post(
+                url, content=body, headers={"content-type": "application/octet-stream"}, timeout=30
+            )
             if answer.status_code == 200:
                 break
         time.sleep(0.2)
@@ -178,7 +184,10 @@ def _put(http: httpx.Client, name: str, x: Any) -> None:
 def overhead(rounds: int, tick: Callable[[str], None]) -> list[Row]:
     """A product of stored handles with a small result, one client on a kept connection, over the bare product."""
     random = np.random.default_rng(5)
-    a, b = random.standard_normal((64, 1024)).astype(np.float32), random.standard_normal((1024, 64)).astype(np.float32)
+    a, b = (
+        random.standard_normal((64, 1024)).astype(np.float32),
+        random.standard_normal((1024, 64)).astype(np.float32),
+    )
     rows = []
     with _one_service() as (port, http):
         _put(http, "a", a)
@@ -189,7 +198,11 @@ def overhead(rounds: int, tick: Callable[[str], None]) -> list[Row]:
         times, bare = [], []
         for _ in range(rounds):
             tick("stored handles")
-            times.append(statistics.median(peer.exchange("POST", "/gemm?a=handle:a&b=handle:b", into=into) for _ in range(300)))
+            times.append(
+                statistics.median(
+                    peer.exchange("POST", "/gemm?a=handle:a&b=handle:b", into=into) for _ in range(300)
+                )
+            )
             bare.append(_product_seconds(a, b))
         peer.close()
     over = [mine - product for mine, product in zip(times, bare, strict=True)]
@@ -207,7 +220,7 @@ def overhead(rounds: int, tick: Callable[[str], None]) -> list[Row]:
 
 
 def stacking(rounds: int, seconds: float, tick: Callable[[str], None]) -> list[Row]:
-    """64 clients with M = 16 against one stored weight of 4096×4096: the gain of stacking, and what torch shows bare."""
+    """64 clients with M = 16 against one stored 4096×4096 weight: the gain of stacking, and bare torch's."""
     random = np.random.default_rng(7)
     weight = random.standard_normal((4096, 4096)).astype(np.float32)
     a = random.standard_normal((16, 4096)).astype(np.float32)
@@ -223,10 +236,16 @@ def stacking(rounds: int, seconds: float, tick: Callable[[str], None]) -> list[R
             stacked_rates, alone_rates, bare = [], [], []
             for _ in range(rounds):
                 tick("stacked")
-                stacked_rates.append(wrk(f"http://127.0.0.1:{port}{target}", body, clients=64, seconds=seconds).requests_per_second)
+                stacked_rates.append(
+                    wrk(
+                        f"http://127.0.0.1:{port}{target}", body, clients=64, seconds=seconds
+                    ).requests_per_second
+                )
                 tick("alone")
                 alone_rates.append(
-                    wrk(f"http://127.0.0.1:{alone_port}{target}", body, clients=64, seconds=seconds).requests_per_second
+                    wrk(
+                        f"http://127.0.0.1:{alone_port}{target}", body, clients=64, seconds=seconds
+                    ).requests_per_second
                 )
                 bare.append(64 * _rows_seconds(weight, 16) / _rows_seconds(weight, 1024))
             equal = _equal_in_stack(f"http://127.0.0.1:{port}{target}", a.tobytes(), single)
@@ -273,7 +292,11 @@ def _equal_in_stack(url: str, body: bytes, single: bytes) -> bool:
 
 
 def _mean_batch(text: str) -> float:
-    values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("gemm_batch_requests_")}
+    values = {
+        line.split()[0]: float(line.split()[1])
+        for line in text.splitlines()
+        if line.startswith("gemm_batch_requests_")
+    }
     return values["gemm_batch_requests_sum"] / values["gemm_batch_requests_count"]
 
 
@@ -305,7 +328,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (at least 7 to report)")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one run of wrk")
     parser.add_argument("--machine", default="cpu", help="short name of this machine in benchmarks/results")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only these parts; nothing is written then")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="only these parts; nothing is written then"
+    )
     options = parser.parse_args()
     rows: list[Row] = []
     with Progress(transient=True) as progress:
@@ -342,8 +367,15 @@ def draw(rows: list[Row], path: Path) -> None:
     for at, row in enumerate(shown):
         rate = row["requests_per_second"]
         error = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
-        axes.barh(at, rate["median"], xerr=error, color="#2a7f62" if row["server"] == "gemm-service" else "#9aa5a1")
-        axes.text(rate["max"], at, f"  {rate['median']:.0f}/s, p50 {row['p50_seconds']['median'] * 1e3:.1f} ms", va="center")
+        axes.barh(
+            at, rate["median"], xerr=error, color="#2a7f62" if row["server"] == "gemm-service" else "#9aa5a1"
+        )
+        axes.text(
+            rate["max"],
+            at,
+            f"  {rate['median']:.0f}/s, p50 {row['p50_seconds']['median'] * 1e3:.1f} ms",
+            va="center",
+        )
     axes.set_yticks(range(len(shown)), [row["server"] for row in shown])
     axes.set_xlim(0, max(row["requests_per_second"]["max"] for row in shown) * 1.35)
     axes.set_xlabel("requests a second, 256³ fp32, raw bodies, 8 clients (median, min and max)")

@@ -21,7 +21,9 @@ class Peer:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def exchange(self, method: str, target: str, body: memoryview | bytes = b"", into: memoryview | None = None) -> float:
+    def exchange(
+        self, method: str, target: str, body: memoryview | bytes = b"", into: memoryview | None = None
+    ) -> float:
         """Send a request, receive its reply's body into `into`; seconds from the first byte to the last."""
         head = (
             f"{method} {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: application/octet-stream\r\n"
@@ -43,7 +45,9 @@ class Peer:
         head, rest = bytes(data[:end]).decode(), memoryview(data)[end + 4 :]
         if " 200 " not in head.splitlines()[0]:
             raise RuntimeError(head + bytes(rest).decode(errors="replace"))
-        length = next(int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length"))
+        length = next(
+            int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length")
+        )
         target = into if into is not None else memoryview(bytearray(length))
         if len(target) != length:
             raise RuntimeError(f"{length} bytes came, {len(target)} were due")

@@ -22,7 +22,9 @@ class Bounds:
 def admit(work: Work, queue: Queue, bounds: Bounds, now: float) -> None:
     """Let `work` in or raise ServiceError: deadline (already passed), queue_full (429 with Retry-After)."""
     if work.deadline is not None and work.deadline <= now:
-        raise ServiceError("deadline", "the deadline passed before the request was queued", field="deadline_ms")
+        raise ServiceError(
+            "deadline", "the deadline passed before the request was queued", field="deadline_ms"
+        )
     retry = max(1.0, queue.seconds)
     if queue.depth >= bounds.requests:
         raise ServiceError(
@@ -30,7 +32,10 @@ def admit(work: Work, queue: Queue, bounds: Bounds, now: float) -> None:
         )
     if queue.depth and queue.nbytes + work.nbytes > bounds.nbytes:
         raise ServiceError(
-            "queue_full", f"{queue.nbytes} bytes of operands are waiting", limit=bounds.nbytes, retry_after=retry
+            "queue_full",
+            f"{queue.nbytes} bytes of operands are waiting",
+            limit=bounds.nbytes,
+            retry_after=retry,
         )
 
 

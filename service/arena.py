@@ -7,6 +7,7 @@ the offsets it is told. Pages are taken from the lowest free address, so a quiet
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fcntl
 import mmap
 import os
@@ -45,10 +46,8 @@ class Arena:
     def close(self) -> None:
         """Unmap and close; views that are still held keep the mapping alive."""
         self.memory.release()
-        try:
+        with contextlib.suppress(BufferError):
             self._map.close()
-        except BufferError:
-            pass
         os.close(self.fd)
 
 

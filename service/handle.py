@@ -119,7 +119,10 @@ class Handle:
                 log.error("worker %d stays down: %s", self.index, self.detail)
                 return
             delay = min(self.times.backoff_first * 2 ** (self.failures - 1), self.times.backoff_most)
-            self.state, self.detail = State.BACKOFF, f"ended with status {status}, starts again in {delay:.1f} s"
+            self.state, self.detail = (
+                State.BACKOFF,
+                f"ended with status {status}, starts again in {delay:.1f} s",
+            )
             log.warning("worker %d %s", self.index, self.detail)
             await asyncio.sleep(delay)
         self.state = State.STOPPED
@@ -135,7 +138,10 @@ class Handle:
                 *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size), *self.arguments],
             ]
             process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(), self.arena.fd), stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=(theirs.fileno(), self.arena.fd),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self._process = process
         ended = asyncio.Event()

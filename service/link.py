@@ -6,6 +6,7 @@ A frame is a 4-byte little-endian length and a msgpack message of service.messag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -119,11 +120,8 @@ class WorkerLink:
 
     def send(self, message: ToFront) -> None:
         """Send whole; silent where the front is gone (the reading thread ends the process then)."""
-        with self._sending:
-            try:
-                self._end.sendall(self._encoder.frame(message))
-            except (BrokenPipeError, ConnectionResetError):
-                pass
+        with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._end.sendall(self._encoder.frame(message))
 
     def close(self) -> None:
         """Close the worker's end."""

@@ -44,7 +44,22 @@ RESTARTS = ("crash", "hang", "start_failed", "device")
 QUARANTINES = ("wrong", "hang", "fault", "untested")
 
 _DURATIONS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_FINE = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0, 5.0)
+_FINE = (
+    0.00001,
+    0.000025,
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.05,
+    0.25,
+    1.0,
+    5.0,
+)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -62,7 +77,7 @@ class Metrics:
     """The registry and a method for each event; children of labels are kept, so that a hot event is a dict look-up."""
 
     def __init__(self) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
@@ -84,30 +99,50 @@ class Metrics:
             registry=registry,
         )
         self.stage = Histogram(
-            "gemm_stage_seconds", "Time in each stage of a request.", ["stage"], buckets=_FINE, registry=registry
+            "gemm_stage_seconds",
+            "Time in each stage of a request.",
+            ["stage"],
+            buckets=_FINE,
+            registry=registry,
         )
         self.flops = Counter(
             "gemm_flops", "Floating-point operations done, 2·M·N·K a product.", ["variant"], registry=registry
         )
         self.kernel_busy = Counter(
-            "gemm_kernel_busy_seconds", "Seconds in which kernels of a variant ran.", ["variant"], registry=registry
+            "gemm_kernel_busy_seconds",
+            "Seconds in which kernels of a variant ran.",
+            ["variant"],
+            registry=registry,
         )
         self.batch_requests = Histogram(
             "gemm_batch_requests", "Requests in a batch.", buckets=_SIZES, registry=registry
         )
-        self.rejected = Counter("gemm_rejected", "Requests refused, by reason.", ["reason"], registry=registry)
+        self.rejected = Counter(
+            "gemm_rejected", "Requests refused, by reason.", ["reason"], registry=registry
+        )
         self.restarts = Counter(
-            "gemm_worker_restarts", "Workers started again, by the reason of the end.", ["reason"], registry=registry
+            "gemm_worker_restarts",
+            "Workers started again, by the reason of the end.",
+            ["reason"],
+            registry=registry,
         )
         self.choices = Counter(
             "gemm_variant_choices", "Choices of the selector.", ["variant", "reason"], registry=registry
         )
         self.quarantined = Gauge(
-            "gemm_variant_quarantined", "1 for a variant that may not run.", ["variant", "reason"], registry=registry
+            "gemm_variant_quarantined",
+            "1 for a variant that may not run.",
+            ["variant", "reason"],
+            registry=registry,
         )
-        self.build_info = Gauge("gemm_build_info", "Versions, as labels.", ["version", "device", "backend"], registry=registry)
+        self.build_info = Gauge(
+            "gemm_build_info", "Versions, as labels.", ["version", "device", "backend"], registry=registry
+        )
         self.probe_up = Gauge(
-            "gemm_tensor_probe_up", "1 where tensor-core activity can be read from the hardware.", ["gpu"], registry=registry
+            "gemm_tensor_probe_up",
+            "1 where tensor-core activity can be read from the hardware.",
+            ["gpu"],
+            registry=registry,
         )
         self.tensor_active = Gauge(
             "gemm_tensor_active_ratio",
@@ -115,7 +150,9 @@ class Metrics:
             ["gpu", "source"],
             registry=registry,
         )
-        self.sm_clock = Gauge("gemm_sm_clock_hertz", "SM clock as read beside it.", ["gpu"], registry=registry)
+        self.sm_clock = Gauge(
+            "gemm_sm_clock_hertz", "SM clock as read beside it.", ["gpu"], registry=registry
+        )
         for reason in REJECTIONS:
             self.rejected.labels(reason)
         for reason in RESTARTS:
@@ -156,7 +193,9 @@ class Metrics:
         for variant, reason in outcomes.items():
             self.quarantined.labels(variant, reason if reason in QUARANTINES else "fault").set(1)
 
-    def live(self, name: str, text: str, read: Callable[[], float | Mapping[str, float]], label: str = "") -> None:
+    def live(
+        self, name: str, text: str, read: Callable[[], float | Mapping[str, float]], label: str = ""
+    ) -> None:
         """Register a gauge that is read when scraped; a mapping gives one sample a value of `label`."""
 
         def source() -> list[GaugeMetricFamily]:

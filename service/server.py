@@ -1,8 +1,8 @@
 """The HTTP server: receives the application and settings, serves until a signal, and drains before it leaves.
 
 On the first SIGTERM or SIGINT new work is refused with 503 (readiness too) while accepted work finishes within
-the grace period and open connections are served; then the sockets close and the process ends with status 0. A second signal
-ends it at once.
+the grace period and open connections are served; then the sockets close and the process ends with status 0. A
+second signal ends it at once.
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ class Supervisor:
             for index in range(options.workers)
         ]
         metrics.live("gemm_queue_depth", "Requests that wait for a worker.", lambda: float(self.queue.depth))
-        metrics.live("gemm_queue_seconds", "Estimated seconds of the work that waits.", lambda: self.queue.seconds)
+        metrics.live(
+            "gemm_queue_seconds", "Estimated seconds of the work that waits.", lambda: self.queue.seconds
+        )
         metrics.live("gemm_workers_ready", "Workers that take work.", lambda: float(len(self._ready())))
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -113,7 +115,13 @@ class Supervisor:
     def status(self) -> list[dict[str, Any]]:
         """Each worker's state, for pages and health."""
         return [
-            {"index": h.index, "state": str(h.state), "detail": h.detail, "pid": h.pid, "device": h.ready and h.ready.device}
+            {
+                "index": h.index,
+                "state": str(h.state),
+                "detail": h.detail,
+                "pid": h.pid,
+                "device": h.ready and h.ready.device,
+            }
             for h in self.handles
         ]
 
@@ -182,7 +190,9 @@ class Supervisor:
         if self.draining:
             raise ServiceError("draining", "the service is shutting down", retry_after=1.0)
         if all(handle.state is State.DOWN for handle in self.handles):
-            raise ServiceError("no_worker", self.handles[0].detail or "no worker can be started", retry_after=30.0)
+            raise ServiceError(
+                "no_worker", self.handles[0].detail or "no worker can be started", retry_after=30.0
+            )
 
     def _dispatch(self) -> None:
         """Give batches to workers that have room for one."""
@@ -233,7 +243,9 @@ class Supervisor:
         peak = max(device.get("peak_flops", {}).values(), default=1e11)
         self.estimate = Estimate(peak, device.get("bandwidth", 1e10))
         self.metrics.build_info.clear()
-        self.metrics.build_info.labels(ready.versions.get("service", ""), device["name"], ready.versions.get("backend", "")).set(1)
+        self.metrics.build_info.labels(
+            ready.versions.get("service", ""), device["name"], ready.versions.get("backend", "")
+        ).set(1)
         log.info("worker %d (pid %d) is ready on %s", handle.index, ready.pid, device["name"])
         self._dispatch()
 
@@ -331,7 +343,9 @@ class Supervisor:
             await asyncio.sleep(0.1)
             now = time.monotonic()
             for work in self.queue.expired(now):
-                self._fail(work, ServiceError("deadline", "the deadline passed in the queue", field="deadline_ms"))
+                self._fail(
+                    work, ServiceError("deadline", "the deadline passed in the queue", field="deadline_ms")
+                )
             if self._ready():
                 self._orphaned = now
             else:
@@ -343,4 +357,3 @@ class Supervisor:
         for work in [w for w in self.queue if now - max(w.arrived, self._orphaned) > patience]:
             self.queue.discard(work)
             self._fail(work, ServiceError("no_worker", "no worker became ready in time", retry_after=5.0))
-

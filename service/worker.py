@@ -34,7 +34,9 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: list[str] | None = None) -> int:
     """Run a worker on descriptors that the supervisor passed. Returns the exit status."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
     _die_with_parent()
     # The front decides when this process ends; a Ctrl-C in a terminal reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -133,7 +135,9 @@ def _die_with_parent() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m service.worker", description="Started by the front, not by hand.")
+    parser = argparse.ArgumentParser(
+        prog="python -m service.worker", description="Started by the front, not by hand."
+    )
     parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the front")
     parser.add_argument("--arena", type=int, required=True, help="descriptor of the arena's memfd")
     parser.add_argument("--arena-bytes", type=int, required=True)

@@ -23,7 +23,12 @@ class Driver(Protocol):
     """One device. Methods are called from the worker's main thread, `ask` from another."""
 
     device: Device
-    backend: str
+
+    @property
+    def backend(self) -> str:
+        """The reference library."""
+        ...
+
     #: Whether rows keep their bits when stacked on this device, as a self-test found.
     stacking: bool
 

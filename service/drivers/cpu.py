@@ -6,7 +6,6 @@ No lanes: operands are where the library reads them and D where it writes, so no
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from kernels import reference
-from kernels.device import Device
+from kernels.device import Device, describe_cpu
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem, Unsupported
 from kernels.selector import Choice, choose
 from kernels.verify import check
@@ -59,7 +58,7 @@ class CpuDriver:
             raise CannotStart(f"backend {backend!r} isn't installed", needs_person=True)
         # Unless one is asked for by name, one library serves: the class of equal bits must not change with M.
         self.backend: reference.Backend = self._variants[0].backend
-        self.device: Device = _describe_cpu()
+        self.device: Device = describe_cpu()
         self.stacking = True
         self._kept = reference.Converted()
         self._choose = lru_cache(_CHOICES)(self._choose_now)
@@ -97,7 +96,11 @@ class CpuDriver:
             for item in due:
                 ended[item.id] = late(item) or self._run_one(item, tally)
         seconds = {"kernel": time.perf_counter() - started}
-        done(BatchDone(batch.id, tuple(ended[item.id] for item in batch.items), seconds, tally.flops, tally.busy))
+        done(
+            BatchDone(
+                batch.id, tuple(ended[item.id] for item in batch.items), seconds, tally.flops, tally.busy
+            )
+        )
 
     def ask(self, what: str, args: dict[str, Any]) -> Any:
         """ "variants" and "choose"."""
@@ -168,11 +171,16 @@ class CpuDriver:
         except Unsupported as reason:
             return [ItemDone(item.id, "unsupported", reason.because) for item in items]
         except MemoryError:
-            return [ItemDone(item.id, "no_room", "the worker has no memory for this product") for item in items]
+            return [
+                ItemDone(item.id, "no_room", "the worker has no memory for this product") for item in items
+            ]
         except Exception:
             # Whatever a library raises for one request must not cost the others their worker.
             log.exception("a product failed: %s", problems[0])
-            return [ItemDone(item.id, "internal", "the product failed; the worker's log says why") for item in items]
+            return [
+                ItemDone(item.id, "internal", "the product failed; the worker's log says why")
+                for item in items
+            ]
         tally.add(choice.variant, sum(p.flops for p in problems), time.perf_counter() - started)
         return [ItemDone(item.id, "", "", choice.variant, str(choice.reason), choice.why) for item in items]
 
@@ -210,10 +218,3 @@ def problem_asked(args: dict[str, Any]) -> Problem:
 
 def _backend_of(choice: Choice) -> reference.Backend:
     return "torch" if choice.variant == "reference-torch" else "numpy"
-
-
-def _describe_cpu() -> Device:
-    """This computer. Rates are guesses from core counts until a table of measured times overrides them."""
-    cores = len(os.sched_getaffinity(0))
-    flops = cores * 4e10
-    return Device("cpu", "cpu", sms=cores, peak_flops={"fp32": flops, "fp64": flops / 2}, bandwidth=2e10)

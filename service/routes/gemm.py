@@ -128,9 +128,7 @@ async def _keep(
         durable=request.durable,
         ttl=request.ttl_seconds,
     )
-    await reply.send_stored(
-        transfer, request, entry, outcome, durable=entry.durable, request_id=request_id
-    )
+    await reply.send_stored(transfer, request, entry, outcome, durable=entry.durable, request_id=request_id)
 
 
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

@@ -88,7 +88,13 @@ def limits_of(settings: Settings) -> dict[str, Any]:
         *("arena_bytes", "max_body_bytes", "max_json_bytes", "max_output_bytes", "max_flops", "key_bytes"),
         *("queue_requests", "queue_bytes", "batch_requests", "batch_delay_ms"),
         *("store_memory_bytes", "store_disk_bytes", "job_steps", "job_bytes", "result_ttl_seconds"),
-        *("header_bytes", "header_seconds", "body_bytes_per_second", "write_stall_seconds", "keep_alive_seconds"),
+        *(
+            "header_bytes",
+            "header_seconds",
+            "body_bytes_per_second",
+            "write_stall_seconds",
+            "keep_alive_seconds",
+        ),
         "grace_seconds",
     )
     limits: dict[str, Any] = {name: getattr(settings, name) for name in names}

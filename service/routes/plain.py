@@ -40,8 +40,8 @@ class PlainRoute(APIRoute):
         """Call the plain application; 405 for other methods."""
         if self.plain is None:
             await super().handle(scope, receive, send)
-        elif scope["method"] not in self.methods:
-            raise HTTPException(405, headers={"Allow": ", ".join(sorted(self.methods))})
+        elif scope["method"] not in (self.methods or ()):
+            raise HTTPException(405, headers={"Allow": ", ".join(sorted(self.methods or ()))})
         else:
             await self.plain(scope, receive, send)
 
@@ -57,7 +57,7 @@ class Shortcut:
             for router in routers
             for route in router.routes
             if isinstance(route, PlainRoute) and route.plain is not None and "{" not in route.path
-            for method in route.methods
+            for method in route.methods or ()
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

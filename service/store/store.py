@@ -386,7 +386,7 @@ class TensorStore:
 
     # Writing
 
-    async def put(  # noqa: PLR0917
+    async def put(
         self,
         owner: str,
         name: str,

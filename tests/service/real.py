@@ -117,7 +117,10 @@ class Service:
         """End whatever still runs."""
         self.http.close()
         with contextlib.suppress(psutil.NoSuchProcess):
-            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            family = [
+                psutil.Process(self.process.pid),
+                *psutil.Process(self.process.pid).children(recursive=True),
+            ]
             if self.process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.stop(20)
@@ -174,7 +177,9 @@ def result(response: httpx.Response) -> np.ndarray:
     assert response.status_code == 200, response.text
     kinds = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
     extents = response.headers["x-gemm-shape"].replace("x", ",").split(",")
-    return np.frombuffer(response.content, kinds[response.headers["x-gemm-dtype"]]).reshape([int(e) for e in extents])
+    return np.frombuffer(response.content, kinds[response.headers["x-gemm-dtype"]]).reshape(
+        [int(e) for e in extents]
+    )
 
 
 @contextlib.contextmanager

@@ -23,7 +23,9 @@ class Nvml(SimpleNamespace):
     NVMLError = Error
 
     def __init__(self, *, mig: bool = False, supported: bool = True, status: int = 0) -> None:
-        super().__init__(mig=mig, supported=supported, status=status, clock=0.0, freed=0, down=0, instances=[])
+        super().__init__(
+            mig=mig, supported=supported, status=status, clock=0.0, freed=0, down=0, instances=[]
+        )
 
     def nvmlInit(self) -> None: ...
     def nvmlShutdown(self) -> None:
@@ -107,7 +109,11 @@ def test_a_mig_slice_is_read_by_its_instance() -> None:
 
 @pytest.mark.parametrize(
     ("nvml", "uuid", "words"),
-    [(Nvml(supported=False), "GPU-1", "Hopper"), (Nvml(status=3), "GPU-1", "can't be read"), (Nvml(), "GPU-2", "Not Found")],
+    [
+        (Nvml(supported=False), "GPU-1", "Hopper"),
+        (Nvml(status=3), "GPU-1", "can't be read"),
+        (Nvml(), "GPU-2", "Not Found"),
+    ],
 )
 def test_what_cant_be_read_is_absent_with_the_reason(nvml: Nvml, uuid: str, words: str) -> None:
     (reading,) = readings(nvml, 1, uuid)

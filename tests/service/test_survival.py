@@ -69,14 +69,18 @@ def clean(service: Service) -> None:
 
     def at_rest() -> bool:
         text = service.http.get("/metrics").text
-        held = metric(text, "gemm_arena_bytes", state="request") + metric(text, "gemm_arena_bytes", state="reply")
+        held = metric(text, "gemm_arena_bytes", state="request") + metric(
+            text, "gemm_arena_bytes", state="reply"
+        )
         return held == 0 and metric(text, "gemm_queue_depth") == 0
 
     service.until(at_rest, what="arena and queue empty")
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_stops_under_load_costs_no_wrong_answer(service: Service, blow: signal.Signals) -> None:
+def test_a_worker_that_dies_or_stops_under_load_costs_no_wrong_answer(
+    service: Service, blow: signal.Signals
+) -> None:
     load = Load(service)
     service.until(lambda: load.right > 20, what="load")
     victim = service.worker()
@@ -112,19 +116,28 @@ def test_ten_deaths_in_a_row_are_backed_off_and_survived(service: Service) -> No
     for death in range(1, 11):
         service.worker().kill()
         service.until(
-            lambda death=death: service.metric("gemm_worker_restarts_total") >= death, 40, what=f"death {death} is seen"
+            lambda death=death: service.metric("gemm_worker_restarts_total") >= death,
+            40,
+            what=f"death {death} is seen",
         )
     service.ready(60)
-    np.testing.assert_allclose(result(service.gemm(SMALL[0], WEIGHT)), SMALL[0] @ WEIGHT, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        result(service.gemm(SMALL[0], WEIGHT)), SMALL[0] @ WEIGHT, rtol=1e-5, atol=1e-5
+    )
     assert "starts again in" in service.output
     assert len(service.workers()) == 1
 
 
 def test_sigterm_finishes_accepted_work_refuses_new_and_leaves_with_0(service: Service) -> None:
-    with concurrent.futures.ThreadPoolExecutor() as pool, httpx.Client(base_url=service.url, timeout=60) as open_one:
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        httpx.Client(base_url=service.url, timeout=60) as open_one,
+    ):
         assert open_one.get("/health/ready").status_code == 200
         accepted = [pool.submit(service.gemm, HEAVY, HEAVY) for _ in range(3)]
-        service.until(lambda: service.metric("gemm_arena_bytes", state="reply") >= 3 * HEAVY.nbytes, what="accepted")
+        service.until(
+            lambda: service.metric("gemm_arena_bytes", state="reply") >= 3 * HEAVY.nbytes, what="accepted"
+        )
         service.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         refused = open_one.post("/gemm", **raw(SMALL[0], WEIGHT))
@@ -157,8 +170,14 @@ def test_kill_9_of_the_front_takes_the_worker_along_and_loses_nothing_durable(tm
         got = second.http.get("/tensors/weight", headers={"accept": "application/octet-stream"})
         assert got.content == WEIGHT.tobytes()
         assert second.http.get("/tensors/half").status_code == 404
-        np.testing.assert_allclose(result(second.gemm(SMALL[0], "weight")), SMALL[0] @ WEIGHT, rtol=1e-5, atol=1e-5)
-        kept = sum(p.stat().st_size for p in (tmp_path / "data").rglob("*") if p.suffix not in (".db", ".db-wal", ".db-shm"))
+        np.testing.assert_allclose(
+            result(second.gemm(SMALL[0], "weight")), SMALL[0] @ WEIGHT, rtol=1e-5, atol=1e-5
+        )
+        kept = sum(
+            p.stat().st_size
+            for p in (tmp_path / "data").rglob("*")
+            if p.suffix not in (".db", ".db-wal", ".db-shm")
+        )
         assert kept < 2 * WEIGHT.nbytes + 65536, "the half-written tensor still takes room"
 
 
@@ -186,9 +205,14 @@ def test_two_fronts_on_one_folder_the_second_refuses(tmp_path: Path) -> None:
 def test_a_client_that_leaves_has_its_queued_work_dropped(service: Service) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         busy = [pool.submit(service.gemm, HEAVY, HEAVY) for _ in range(2)]
-        service.until(lambda: service.metric("gemm_arena_bytes", state="reply") >= 2 * HEAVY.nbytes, what="busy")
+        service.until(
+            lambda: service.metric("gemm_arena_bytes", state="reply") >= 2 * HEAVY.nbytes, what="busy"
+        )
         for _ in range(5):
-            with pytest.raises(httpx.TimeoutException), httpx.Client(base_url=service.url, timeout=0.1) as http:
+            with (
+                pytest.raises(httpx.TimeoutException),
+                httpx.Client(base_url=service.url, timeout=0.1) as http,
+            ):
                 http.post("/gemm", **raw(HEAVY, HEAVY))
         for answer in busy:
             assert answer.result(60).status_code == 200
@@ -202,7 +226,9 @@ def test_a_client_that_leaves_has_its_queued_work_dropped(service: Service) -> N
 def test_a_deadline_shorter_than_the_queue_is_504_and_not_done(service: Service) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         busy = [pool.submit(service.gemm, HEAVY, HEAVY) for _ in range(3)]
-        service.until(lambda: service.metric("gemm_arena_bytes", state="reply") >= 3 * HEAVY.nbytes, what="busy")
+        service.until(
+            lambda: service.metric("gemm_arena_bytes", state="reply") >= 3 * HEAVY.nbytes, what="busy"
+        )
         late = service.gemm(SMALL[0], WEIGHT, deadline_ms=50)
         assert (late.status_code, late.json()["code"]) == (504, "deadline")
         for answer in busy:
@@ -211,7 +237,10 @@ def test_a_deadline_shorter_than_the_queue_is_504_and_not_done(service: Service)
 
 
 def test_a_full_queue_is_429_at_once_with_retry_after(tmp_path: Path) -> None:
-    with running(tmp_path / "data", "--queue-requests", "2") as service, concurrent.futures.ThreadPoolExecutor(12) as pool:
+    with (
+        running(tmp_path / "data", "--queue-requests", "2") as service,
+        concurrent.futures.ThreadPoolExecutor(12) as pool,
+    ):
         service.ready()
         busy = [pool.submit(service.gemm, HEAVY, HEAVY) for _ in range(8)]
         answers = [answer.result(60) for answer in busy]
@@ -230,7 +259,9 @@ def test_bytes_of_one_reply_never_reach_another(service: Service) -> None:
 
     def ask(stamp: np.ndarray) -> bool:
         with httpx.Client(base_url=service.url, timeout=60) as http:
-            return all(np.array_equal(result(http.post("/gemm", **raw(stamp, identity))), stamp) for _ in range(25))
+            return all(
+                np.array_equal(result(http.post("/gemm", **raw(stamp, identity))), stamp) for _ in range(25)
+            )
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         assert all(pool.map(ask, stamps))
@@ -239,7 +270,10 @@ def test_bytes_of_one_reply_never_reach_another(service: Service) -> None:
 @pytest.mark.ci
 def test_ten_thousand_requests_leave_memory_flat(service: Service) -> None:
     sizes = [(1, 16), (8, 64), (33, 129), (128, 128), (64, 300)]
-    operands = [(random.standard_normal((m, n)).astype(np.float32), random.standard_normal((n, m)).astype(np.float32)) for m, n in sizes]
+    operands = [
+        (random.standard_normal((m, n)).astype(np.float32), random.standard_normal((n, m)).astype(np.float32))
+        for m, n in sizes
+    ]
 
     def many(count: int) -> None:
         with httpx.Client(base_url=service.url, timeout=60) as http:
@@ -282,5 +316,3 @@ def test_the_front_imports_neither_torch_nor_cuda(service: Service) -> None:
     maps = Path(f"/proc/{service.process.pid}/maps").read_text()
     for name in ("torch", "libcuda", "cutlass"):
         assert name not in maps, f"the front has loaded {name}"
-
-

@@ -1,0 +1,190 @@
+"""The supervisor with a real worker process, without HTTP: slots, retries, cancelling, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from service.admit import Bounds
+from service.arena import Arena, Slots
+from service.batch import Limits, Work
+from service.errors import ServiceError
+from service.handle import State, Times
+from service.messages import Operand, Params
+from service.metrics import Metrics
+from service.supervisor import Options, Outcome, Supervisor
+
+OPTIONS = Options(
+    Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=1.0), ("--backend", "numpy"), patience=20
+)
+
+
+class Bench:
+    """An arena, a supervisor with one worker, and works over them."""
+
+    def __init__(self, options: Options = OPTIONS) -> None:
+        self.arena = Arena.create(256 << 20)
+        self.slots = Slots(self.arena)
+        self.metrics = Metrics()
+        self.supervisor = Supervisor(self.arena, self.metrics, options)
+
+    async def start(self) -> Bench:
+        self.supervisor.start()
+        await self.until(lambda: self.supervisor.ready)
+        return self
+
+    async def until(self, true: object, seconds: float = 30) -> None:
+        async with asyncio.timeout(seconds):
+            while not true():  # type: ignore[operator]
+                await asyncio.sleep(0.01)
+
+    def work(self, a: np.ndarray, b: np.ndarray, **fields: object) -> tuple[Work, np.ndarray]:
+        """A work over new slots, which go when it is done, and D's array (in a slot of the test's own)."""
+        slots = [self.slots.allocate(x.nbytes) for x in (a, b)]
+        for slot, x in zip(slots, (a, b), strict=True):
+            slot.view(x.nbytes)[:] = x.tobytes()
+        shape = (a.shape[0], b.shape[1])
+        nbytes = shape[0] * shape[1] * a.itemsize
+        out = self.slots.allocate(nbytes, state="reply")
+        kind = {4: "fp32", 8: "fp64"}[a.itemsize]
+
+        def release() -> None:
+            for slot in slots:
+                slot.release()
+
+        work = Work(
+            id=self.supervisor.work_id(),
+            a=Operand(slots[0].offset, a.nbytes, kind, a.shape),
+            b=Operand(slots[1].offset, b.nbytes, kind, b.shape),
+            out=Operand(out.offset, nbytes, kind, shape),
+            params=Params(kind),
+            release=release,
+            **fields,  # type: ignore[arg-type]
+        )
+        return work, np.frombuffer(out.view(nbytes), a.dtype).reshape(shape)
+
+    async def gemm(self, a: np.ndarray, b: np.ndarray, **fields: object) -> Outcome:
+        """Submit, check D, and tell the outcome."""
+        work, d = self.work(a, b, **fields)
+        outcome = await self.supervisor.submit(work)
+        np.testing.assert_allclose(d, a.astype(np.float64) @ b, rtol=1e-5, atol=1e-5)
+        return outcome
+
+
+@pytest_asyncio.fixture
+async def bench() -> AsyncIterator[Bench]:
+    one = await Bench().start()
+    yield one
+    await one.supervisor.drain(10)
+    assert one.slots.bytes_by_state["request"] == 0
+    one.arena.close()
+
+
+A = np.random.default_rng(1).standard_normal((5, 7)).astype(np.float32)
+B = np.random.default_rng(2).standard_normal((7, 9)).astype(np.float32)
+HEAVY = np.random.default_rng(3).standard_normal((1200, 1200))
+
+
+async def test_an_outcome_tells_what_ran_and_how_long(bench: Bench) -> None:
+    outcome = await bench.gemm(A, B)
+    assert outcome.variant == "reference-numpy"
+    assert outcome.why
+    assert outcome.compute_seconds > 0
+    assert bench.slots.bytes_by_state["request"] == 0
+
+
+async def test_many_at_once_are_batched_and_right(bench: Bench) -> None:
+    outcomes = await asyncio.gather(*(bench.gemm(A * n, B) for n in range(100)))
+    assert max(outcome.batched for outcome in outcomes) > 1
+
+
+async def test_work_of_a_dead_worker_runs_once_more(bench: Bench) -> None:
+    tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(2)]
+    await bench.until(lambda: bench.supervisor.handles[0].flights)
+    os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
+    await asyncio.gather(*tasks)
+
+
+async def test_work_that_two_workers_died_with_fails_clearly(bench: Bench) -> None:
+    work, _ = bench.work(HEAVY, HEAVY)
+    task = asyncio.ensure_future(bench.supervisor.submit(work))
+    for _ in range(2):
+        await bench.until(lambda: bench.supervisor.handles[0].flights)
+        os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
+        await bench.until(lambda: not bench.supervisor.handles[0].flights)
+    with pytest.raises(ServiceError, match="two workers ended") as caught:
+        await task
+    assert (caught.value.code, caught.value.status) == ("no_worker", 503)
+    await bench.until(lambda: bench.supervisor.ready)
+    await bench.gemm(A, B)
+
+
+async def test_cancelling_drops_queued_work_and_outlives_running_work(bench: Bench) -> None:
+    running = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(2)]
+    await bench.until(lambda: len(bench.supervisor.handles[0].flights) == 2)
+    queued = asyncio.ensure_future(bench.gemm(A, B))
+    await asyncio.sleep(0)
+    assert bench.supervisor.queue.depth == 1
+    queued.cancel()
+    running[0].cancel()
+    results = await asyncio.gather(queued, *running, return_exceptions=True)
+    assert [type(r) for r in results[:2]] == [asyncio.CancelledError, asyncio.CancelledError]
+    assert isinstance(results[2], Outcome)
+    assert bench.supervisor.queue.depth == 0
+    await bench.until(lambda: bench.slots.bytes_by_state["request"] == 0)
+
+
+async def test_a_question_is_answered_or_refused(bench: Bench) -> None:
+    answer = await bench.supervisor.ask("variants")
+    assert answer["variants"][0]["name"] == "reference-numpy"
+    with pytest.raises(ServiceError, match="can't answer") as caught:
+        await bench.supervisor.ask("tea")
+    assert caught.value.code == "invalid"
+
+
+async def test_a_variant_that_does_not_exist_is_422(bench: Bench) -> None:
+    work, _ = bench.work(A, B)
+    with pytest.raises(ServiceError, match="does not exist") as caught:
+        await bench.supervisor.submit(replace_params(work, variant="step10"))
+    assert (caught.value.code, caught.value.status) == ("unsupported", 422)
+
+
+def replace_params(work: Work, **changes: str) -> Work:
+    params = Params(work.params.out_dtype, **changes)  # type: ignore[arg-type]
+    return Work(work.id, work.a, work.b, work.out, params, release=work.release)
+
+
+async def test_a_device_that_needs_a_person_keeps_the_worker_down_and_says_so() -> None:
+    bench = Bench(replace(OPTIONS, arguments=("--device", "cuda-of-another-world")))
+    bench.supervisor.start()
+    queued = asyncio.ensure_future(bench.gemm(A, B))
+    with pytest.raises(ServiceError, match="no worker") as caught:
+        await queued
+    assert caught.value.status == 503
+    assert bench.supervisor.handles[0].state is State.DOWN
+    with pytest.raises(ServiceError, match="needs a person"):
+        await bench.gemm(A, B)
+    assert bench.supervisor.handles[0].failures == 1
+    assert bench.slots.bytes_by_state["request"] == 0
+    await bench.supervisor.drain(1)
+    bench.arena.close()
+
+
+async def test_draining_refuses_new_work_and_finishes_the_rest(bench: Bench) -> None:
+    running = asyncio.ensure_future(bench.gemm(HEAVY, HEAVY))
+    await asyncio.sleep(0.05)
+    draining = asyncio.ensure_future(bench.supervisor.drain(30))
+    await asyncio.sleep(0)
+    with pytest.raises(ServiceError) as caught:
+        await bench.gemm(A, B)
+    assert caught.value.code == "draining"
+    await running
+    await draining
+    assert bench.supervisor.handles[0].pid is None
