@@ -1,0 +1,575 @@
+"""HTTP/1.1 with the bounds that ASGI can't set: receives a socket's bytes, hands on `Exchange`s.
+
+On top of uvicorn's protocol, for uvloop: header bytes and time (431, 408), a least body rate (408), a write
+that stalls (abort), keep-alive; large bodies go from the socket into the arena (service.direct); memory of a
+reply is free when the transport holds nothing more of it. One sweep for all connections keeps the times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import unquote
+
+import httptools
+from uvicorn.protocols.http.flow_control import service_unavailable
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from service.direct import Filler, Sink
+from service.errors import ServiceError
+from service.exchange import DIRECT_BYTES, Exchange
+from service.transfer import EXTENSION, ClientGone
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+
+#: Requests of one connection that may wait behind the one being answered.
+PIPELINE = 64
+
+#: Seconds that a refused client may go on sending before its connection is cut, so that it reads the refusal.
+LINGER_SECONDS = 10.0
+
+#: After a half-close, seconds until the second probe tells a client that listens from one that left.
+PROBE_SECONDS = 0.05
+
+
+#: SO_LINGER on, 0 seconds: close by reset.
+_RESET = struct.pack("ii", 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a connection, as Settings names them. A body's rate is taken over `body_window_seconds`."""
+
+    header_bytes: int = 32768
+    header_seconds: float = 10.0
+    body_bytes_per_second: float = 1024.0
+    body_window_seconds: float = 10.0
+    write_stall_seconds: float = 30.0
+    keep_alive_seconds: float = 75.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Limits:
+        """The limits in the settings."""
+        return cls(
+            header_bytes=settings.header_bytes,
+            header_seconds=settings.header_seconds,
+            body_bytes_per_second=settings.body_bytes_per_second,
+            body_window_seconds=settings.header_seconds,
+            write_stall_seconds=settings.write_stall_seconds,
+            keep_alive_seconds=settings.keep_alive_seconds,
+        )
+
+    @property
+    def interval(self) -> float:
+        """Seconds between sweeps: a quarter of the shortest time, at most half a second."""
+        times = (
+            self.header_seconds,
+            self.body_window_seconds,
+            self.write_stall_seconds,
+            self.keep_alive_seconds,
+        )
+        return min(0.5, max(0.01, min(times) / 4))
+
+
+class Sweep:
+    """The one timer: looks at every connection each interval, and rests while there is none."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval: float) -> None:
+        self.loop = loop
+        self.interval = interval
+        self._connections: set[GemmProtocol] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, connection: GemmProtocol) -> None:
+        """Look at `connection` from now on."""
+        self._connections.add(connection)
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.interval, self._tick)
+
+    def discard(self, connection: GemmProtocol) -> None:
+        """Forget it."""
+        self._connections.discard(connection)
+
+    def _tick(self) -> None:
+        now = self.loop.time()
+        for connection in tuple(self._connections):
+            connection.sweep(now)
+        self._timer = self.loop.call_later(self.interval, self._tick) if self._connections else None
+
+
+class GemmProtocol(HttpToolsProtocol):
+    """One connection. Use `with_limits` to make the class that uvicorn takes as `http`."""
+
+    limits: ClassVar[Limits] = Limits()
+    #: Called with the status of a request that was refused before the application saw it.
+    on_refusal: ClassVar[tuple[Callable[[int], None], ...]] = ()
+    _sweep: ClassVar[Sweep | None] = None
+
+    @classmethod
+    def with_limits(
+        cls, limits: Limits, on_refusal: Callable[[int], None] | None = None
+    ) -> type[GemmProtocol]:
+        """A class of its own for one server."""
+        hooks = () if on_refusal is None else (on_refusal,)
+        return type(cls.__name__, (cls,), {"limits": limits, "on_refusal": hooks, "_sweep": None})
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lost = asyncio.Event()
+        self.direct: Filler | None = None
+        self.can_direct = True
+        #: The exchange whose application runs; `cycle` is the one parsed last.
+        self.active: Exchange | None = None
+        self._filling: asyncio.Future[None] | None = None
+        self._drained: list[Callable[[], None]] = []
+        self._refusal: ServiceError | None = None
+        self._closing_at: float | None = None
+        self._eof = False
+        now = self.loop.time()
+        # Headers: begun when, bytes of the unfinished ones, and bytes by the parser's count.
+        self._header_since: float | None = None
+        self._header_fed = 0
+        self._header_parsed = 0
+        self._begun = 0
+        self._muted = False
+        self._idle_since: float | None = now
+        self._fresh = True
+        # The last sweep's view of body and write.
+        self._window = 0.0
+        self._window_mark = 0
+        self._swept = now
+        self._write_mark: tuple[int, int] = (0, 0)
+        self._write_since = now
+
+    # -- connection ------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Paused while anything is unsent, so that resume_writing says "drained".
+        transport.set_write_buffer_limits(high=0, low=0)
+        self.can_direct = self.scheme == "http"
+        cls = type(self)
+        if cls._sweep is None or cls._sweep.loop is not self.loop:
+            cls._sweep = Sweep(self.loop, self.limits.interval)
+        cls._sweep.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._sweep is not None:
+            self._sweep.discard(self)
+        for exchange in (self.active, *(exchange for exchange, _ in self.pipeline)):
+            if exchange is not None and not exchange.response_complete:
+                exchange.disconnected = True
+                exchange.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        self.lost.set()
+        self._end_fill(ClientGone())
+        self._run_drained()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more. It may still read, so what it asked for is answered."""
+        self._eof = True
+        latest: Exchange | None = self.cycle  # type: ignore[assignment]
+        if self.lost.is_set() or self._closing_at is not None or latest is None or latest.response_complete:
+            return False
+        if latest.more_body:
+            self._fail(
+                latest, ServiceError("malformed", "the body is cut short: the client ended it", field="body")
+            )
+        elif latest.chunked_encoding and latest.response_started:
+            return False  # a stream of events has no end that a client would wait for
+        else:
+            latest.keep_alive = False
+            self._probe()
+            self.loop.call_later(PROBE_SECONDS, self._probe)
+        return True
+
+    def shutdown(self) -> None:
+        """Graceful end: idle connections close now, others after their response."""
+        if self.active is None and not self.pipeline:
+            self.transport.close()
+        elif self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._run_drained()
+
+    # -- parsing ------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self._closing_at is not None:
+            return
+        within, begun = self._header_since is not None, self._begun
+        between = not within and (self.cycle is None or not self.cycle.more_body)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._unparsable(self._refusal or ServiceError("malformed", "this isn't HTTP/1.1"))
+            return
+        if self._header_since is not None:
+            # What unfinished headers have taken so far, where that is known; else the parser's count bounds.
+            if within and self._begun == begun:
+                self._header_fed += len(data)
+            else:
+                self._header_fed = len(data) if between and self._begun == begun + 1 else 0
+            if self._header_fed > self.limits.header_bytes:
+                self._refuse(self._headers_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._decline_upgrade()
+                if data:
+                    continue
+            return
+
+    def _decline_upgrade(self) -> None:
+        """Another protocol was offered. We go on in this one, though the parser takes it as accepted."""
+        self.parser = self._new_parser()
+        exchange: Exchange = self.cycle  # type: ignore[assignment]
+        if not exchange.more_body:
+            return
+        length = exchange.content_length
+        framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
+        self._muted = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+        self._muted = False
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def on_message_begin(self) -> None:
+        if self._muted:
+            return
+        self._begun += 1
+        super().on_message_begin()
+        self._header_since = self.loop.time()
+        self._header_parsed = 0
+        self._idle_since = None
+
+    def on_url(self, url: bytes) -> None:
+        if self._muted:
+            return
+        self._count_header(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._muted:
+            return
+        self._count_header(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def _count_header(self, nbytes: int) -> None:
+        self._header_parsed += nbytes
+        if self._header_parsed > self.limits.header_bytes:
+            self._refusal = self._headers_too_large()
+            raise self._refusal
+
+    def _headers_too_large(self) -> ServiceError:
+        limit = self.limits.header_bytes
+        return ServiceError(
+            "headers_too_large", "the headers are above the limit", field="headers", limit=limit
+        )
+
+    def on_headers_complete(self) -> None:
+        if self._muted:
+            return
+        self._header_since = None
+        if len(self.pipeline) >= PIPELINE:
+            self._refusal = ServiceError(
+                "malformed", "too many requests wait on this connection", limit=PIPELINE
+            )
+            raise self._refusal
+        version = self.parser.get_http_version()
+        target = httptools.parse_url(self.url)
+        path = target.path.decode("ascii")
+        scope: Any = self.scope
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["http_version"] = version
+        scope["path"] = self.root_path + (unquote(path) if "%" in path else path)
+        scope["raw_path"] = self.root_path.encode("ascii") + target.path
+        scope["query_string"] = target.query or b""
+        exchange = self._exchange(keep_alive=version != "1.0" and self.parser.should_keep_alive())
+        scope["extensions"] = {EXTENSION: exchange}
+        waits = self.cycle is not None and not self.cycle.response_complete
+        self.cycle = exchange
+        if (exchange.content_length or 0) >= DIRECT_BYTES:
+            self.flow.pause_reading()  # the application says where the body goes
+        if waits:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((exchange, self._application()))
+        else:
+            self._start_asgi_task(exchange, self._application())
+
+    def _exchange(self, *, keep_alive: bool) -> Exchange:
+        return Exchange(
+            self,
+            _declared_length(self.headers),
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+        )
+
+    def _application(self) -> Any:
+        limit = self.limit_concurrency
+        busy = limit is not None and (len(self.connections) >= limit or len(self.tasks) >= limit)
+        return service_unavailable if busy else self.app
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        self.cycle.received += len(body)  # type: ignore[attr-defined]
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self.cycle.content_length != 0:  # type: ignore[attr-defined]
+            return  # so the parser takes it; _decline_upgrade knows that the body is still to come
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+    # -- the body past the parser ------------------------------------
+
+    async def fill(self, views: list[memoryview]) -> None:
+        """Fill `views` with the next bytes of the active exchange's body; none is empty."""
+        if self.direct is None:
+            self.direct = Filler(self)
+            self.flow.pause_reading()
+            self.transport.set_protocol(self.direct)
+        self._filling = self.loop.create_future()
+        self.direct.fill(views)
+        self.flow.resume_reading()
+        try:
+            await self._filling
+        finally:
+            # Whatever happened, the views may be used for something else from here on.
+            if self.direct is not None:
+                self.flow.pause_reading()
+                self.direct.forget()
+
+    def filled(self) -> None:
+        """The Filler's views are full."""
+        assert self.direct is not None
+        exchange = self.active
+        assert exchange is not None
+        exchange.received += self.direct.received
+        self.direct.received = 0
+        self.flow.pause_reading()
+        if exchange.content_length == exchange.received:
+            # The old parser still waits for this body; what follows is a new message.
+            self.direct = None
+            self.parser = self._new_parser()
+            self.transport.set_protocol(self)
+            self.on_message_complete()
+            self.flow.resume_reading()  # to see the client leave
+        self._end_fill(None)
+
+    def _end_fill(self, error: Exception | None) -> None:
+        if self._filling is not None and not self._filling.done():
+            if error is None:
+                self._filling.set_result(None)
+            else:
+                self._filling.set_exception(error)
+        self._filling = None
+
+    # -- responses ------------------------------------
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        done, self.active = self.active, None
+        if self.transport.is_closing():
+            return
+        if done is not None and done.lingers:
+            self._linger()
+            return
+        if self.pipeline:
+            exchange, app = self.pipeline.pop()
+            self._start_asgi_task(exchange, app)
+        elif self._refusal is not None:
+            self._write_refusal(self._refusal)
+            return
+        elif self._eof:
+            self.transport.close()
+            return
+        else:
+            self._fresh = False
+            self._idle_since = self.loop.time()
+        if not self.pipeline:
+            self.flow.resume_reading()
+
+    def on_drained(self, callback: Callable[[], None]) -> None:
+        """Call back once the transport refers to nothing of what was written."""
+        if self.lost.is_set() or not self.transport.get_write_buffer_size():
+            callback()
+        else:
+            self._drained.append(callback)
+
+    def _run_drained(self) -> None:
+        callbacks, self._drained = self._drained, []
+        for callback in callbacks:
+            callback()
+
+    # -- refusals ------------------------------------
+
+    def _fail(self, exchange: Exchange, error: ServiceError) -> None:
+        """The rest of the exchange's body won't come."""
+        exchange.fail(error)
+        self._end_fill(error)
+
+    def _unparsable(self, error: ServiceError) -> None:
+        """The parser gave up: within a body its exchange answers, else a refusal does."""
+        latest: Exchange | None = self.cycle  # type: ignore[assignment]
+        if self._header_since is None and self._refusal is None and latest is not None and latest.more_body:
+            if latest.response_complete:
+                self.transport.close()
+                return
+            self._closing_at = self.loop.time() + LINGER_SECONDS
+            self._fail(latest, ServiceError("malformed", "the chunked body can't be parsed", field="body"))
+            return
+        self._refuse(error)
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Answer `error` once what came before it is answered, and end."""
+        self._refusal = error
+        self._header_since = None
+        self.flow.pause_reading()
+        if self.active is None and not self.pipeline:
+            self._write_refusal(error)
+
+    def _write_refusal(self, error: ServiceError) -> None:
+        for tell in self.on_refusal:
+            tell(error.status)
+        body = error.body()
+        lines = [STATUS_LINE[error.status]]
+        lines += [b"%s: %s\r\n" % header for header in self.server_state.default_headers]
+        lines.append(b"content-type: application/problem+json\r\ncontent-length: %d\r\n" % len(body))
+        lines += [b"connection: close\r\n\r\n", body]
+        self.transport.write(b"".join(lines))
+        self._linger()
+
+    def _linger(self) -> None:
+        """End our side; drop what the client sends for a while, so that no reset destroys what we said."""
+        self._closing_at = self.loop.time() + LINGER_SECONDS
+        if self._eof or not self.can_direct:
+            self.transport.close()
+            return
+        self.direct = None
+        self.flow.pause_reading()
+        self.transport.set_protocol(Sink(self))
+        self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _probe(self) -> None:
+        """Tell a client that closed only its sending side from one that left, which answers by reset.
+
+        An interim response may come at any time before the final one, and every client must skip it.
+        """
+        exchange = self.active
+        if exchange is None or exchange.response_started or self.lost.is_set() or self.transport.is_closing():
+            return
+        if exchange.scope["http_version"] == "1.1" and not self.transport.get_write_buffer_size():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def cut(self) -> None:
+        """End the connection now, by reset: neither we nor the kernel keep what the client doesn't read."""
+        with contextlib.suppress(OSError):
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.transport.abort()
+
+    # -- times ------------------------------------
+
+    def sweep(self, now: float) -> None:
+        """Hold the connection to its times."""
+        elapsed, self._swept = now - self._swept, now
+        if self._sweep_write(now):
+            return
+        if self._closing_at is not None and now >= self._closing_at:
+            self.cut()
+        elif self.transport.is_closing() or self._closing_at is not None or self._refusal is not None:
+            pass
+        elif self._header_since is not None:
+            self._sweep_header(now)
+        elif self._idle_since is not None:
+            allowed = self.limits.header_seconds if self._fresh else self.limits.keep_alive_seconds
+            if now - self._idle_since > allowed:
+                self.transport.close()
+        else:
+            self._sweep_body(elapsed)
+        if self._eof:
+            self._probe()
+
+    def _sweep_write(self, now: float) -> bool:
+        """Cut a client that reads nothing of what waits for it."""
+        waiting = 0 if self.lost.is_set() else self.transport.get_write_buffer_size()
+        mark = (waiting, self.active.sent if self.active is not None else 0)
+        if not waiting or mark != self._write_mark:
+            self._write_mark, self._write_since = mark, now
+            return False
+        if now - self._write_since <= self.limits.write_stall_seconds:
+            return False
+        self.cut()
+        return True
+
+    def _sweep_header(self, now: float) -> None:
+        assert self._header_since is not None
+        if self.flow.read_paused:
+            self._header_since = now  # we are the ones who don't read
+        elif now - self._header_since > self.limits.header_seconds:
+            limit = self.limits.header_seconds
+            detail = "the headers took longer than the limit"
+            self._refuse(ServiceError("request_timeout", detail, field="headers", limit=limit))
+
+    def _sweep_body(self, elapsed: float) -> None:
+        """Hold the body to its least rate, counting only time in which someone waits for it."""
+        exchange: Exchange | None = self.cycle  # type: ignore[assignment]
+        if exchange is None or not exchange.more_body:
+            self._window, self._window_mark = 0.0, 0
+            return
+        if not exchange.waiting:
+            return
+        received = exchange.received + (self.direct.received if self.direct is not None else 0)
+        self._window += elapsed
+        if self._window < self.limits.body_window_seconds:
+            return
+        rate = (received - self._window_mark) / self._window
+        self._window, self._window_mark = 0.0, received
+        if rate >= self.limits.body_bytes_per_second:
+            return
+        limit = self.limits.body_bytes_per_second
+        detail = f"the body came at {rate:.0f} bytes a second, below the least rate"
+        self._fail(exchange, ServiceError("request_timeout", detail, field="body", limit=limit))
+
+
+def _declared_length(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """Content-Length, which the parser has checked; None for a chunked body."""
+    length = 0
+    for name, value in headers:
+        if name == b"transfer-encoding":
+            return None
+        if name == b"content-length":
+            length = int(value)
+    return length
