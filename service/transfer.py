@@ -145,7 +145,7 @@ class Transfer:
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
-    async def write(self, chunk: bytes, *, more: bool = True) -> None:
+    async def write(self, chunk: bytes | bytearray, *, more: bool = True) -> None:
         """Send a piece of the reply that nobody will change."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
 

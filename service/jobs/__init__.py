@@ -1,4 +1,4 @@
-"""Jobs: receives steps that may depend on one another, hands on their results; what was accepted ends right."""
+"""Jobs: receives steps that may depend on one another, hands on their results."""
 
 from service.jobs.jobs import Jobs
 from service.jobs.model import Job, Step

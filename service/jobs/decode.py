@@ -1,4 +1,4 @@
-"""A job's JSON becomes specifications: receives the parsed body, hands on checked steps whose inputs are held.
+"""A job's JSON becomes specifications: receives the parsed body, hands on steps whose inputs are held.
 
 Everything is checked at acceptance: names, shapes, dtypes, limits. A stored operand is the version that its
 handle meant then.

@@ -1,7 +1,7 @@
 """All jobs of a front: receives bodies, hands on jobs: accepted durably, run, watched, cancelled, expired.
 
-An accepted job ends right whatever happens to the process: what isn't recorded as ended runs (again) after the
-next start. One that has ended is in the journal alone.
+An accepted job ends right whatever happens to the process: what isn't recorded as ended runs (again) after
+the next start. One that has ended is in the journal alone.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What a step computes. `inputs` by operand name; the result has `dtype` and `shape`, and goes to `handle`.
+    """What a step computes. `inputs` by operand name; the result of `dtype` and `shape` goes to `handle`.
 
     `deadline` is seconds of the epoch: it holds across a restart.
     """

@@ -306,6 +306,18 @@ class TensorStore:
         named = self._names.get(owner, name, self.clock())
         conditions.check(None if named is None or named.content.lost else named.content.row.etag)
 
+    def check_room(self, nbytes: int) -> None:
+        """Refuse early what can't be written: read_only, no_room."""
+        if not self.folder.writable:
+            raise ServiceError("read_only", "the data folder can't be written")
+        if self.disk_bytes + nbytes > self.disk_budget:
+            raise ServiceError("no_room", "the store's share of the disk is used up", limit=self.disk_budget)
+
+    def exists(self, owner: str, name: str) -> bool:
+        """Whether the name means a tensor."""
+        named = self._names.get(owner, name, self.clock())
+        return named is not None and not named.content.lost
+
     def hold(self, owner: str, name: str) -> Hold:
         """Keep what the name means now readable. ServiceError not_found, or lost."""
         return Hold(self, self._find(owner, name).content)
@@ -556,14 +568,9 @@ class TensorStore:
     def _reserve(self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Content:
         if nbytes != files.extent(dtype, shape):
             raise ValueError(f"{nbytes} bytes given for {dtype} of shape {shape}")
-        if not self.folder.writable:
-            raise ServiceError("read_only", "the data folder can't be written")
         id_ = secrets.token_hex(16)
         content = Content(ContentRow(id_, owner, name, "", dtype, shape, nbytes, whole=False))
-        if self.disk_bytes + content.disk_bytes > self.disk_budget:
-            raise ServiceError(
-                "no_room", "the store's share of the disk is used up", limit=self.disk_budget, field="name"
-            )
+        self.check_room(content.disk_bytes)
         self.disk_bytes += content.disk_bytes
         self._contents[id_] = content
         return content

@@ -50,6 +50,8 @@ class Computer:
                 raise ServiceError("draining", "shutting down")
             if self.refusals:
                 raise ServiceError(self.refusals.popleft(), "as told")
+            if work.params.variant == "none":
+                raise ServiceError("unsupported", "there is no such variant")
             await self.gate.wait()
             self._compute(work)
         finally:

@@ -1,0 +1,409 @@
+"""/tensors: receives tensors by name and gives them back, in the forms and under the conditions of HTTP.
+
+A body goes from the socket into its slot; the reply to PUT comes when the tensor is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
+
+from service import conditional, download
+from service.arena import Slot
+from service.decode import RAW, SAFETENSORS, allocate, parse_query
+from service.errors import ServiceError
+from service.formats import Tensor, npy, safetensors
+from service.formats.base import checked
+from service.formats.raw import parse_shape
+from service.model import NAME, DTypeName, Finite, validate_query
+from service.reply import NPY, send_json
+from service.routes.plain import PlainRoute, plain
+from service.services import Services
+from service.store import Conditions, Entry, valid
+from service.transfer import Transfer
+
+router = APIRouter(route_class=PlainRoute, tags=["tensors"])
+
+_NPY = (NPY, "application/npy", "application/x-numpy")
+_SAFETENSORS = (SAFETENSORS, "application/x-safetensors")
+_NPY_START = 12  # bytes that tell the length of a .npy header
+_SKIP = 1 << 20
+
+
+class PutQuery(BaseModel):
+    """Query fields of PUT. A raw body needs dtype and shape; the other forms bring their own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: DTypeName | None = Field(
+        None, description="Element type of a raw body; for .npy, bf16 says what 2-byte void means"
+    )
+    shape: str | None = Field(None, description="Shape of a raw body, as 2x3 or 2,3")
+    tensor: str | None = Field(
+        None, max_length=256, description="Which tensor of a safetensors body; not needed where it has one"
+    )
+    ttl_seconds: Annotated[Finite, Field(gt=0, le=1e9)] | None = Field(
+        None, description="Time to live; unset: until it is deleted"
+    )
+
+
+class PageQuery(BaseModel):
+    """Which page of a list."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    after: str = Field("", max_length=128, description="`next` of the page before")
+    limit: int = Field(100, ge=1, le=1000, description="Most entries of the page")
+
+
+class TensorEntry(BaseModel):
+    """A stored tensor. Times are seconds of the epoch."""
+
+    name: str
+    etag: str = Field(description="Hash of dtype, shape and bytes")
+    dtype: DTypeName
+    shape: list[int]
+    nbytes: int
+    created: float
+    expires: float | None
+    durable: bool = Field(description="Whether it survives a crash already")
+
+
+class TensorPage(BaseModel):
+    """A page of stored tensors, by name."""
+
+    tensors: list[TensorEntry]
+    next: str | None = Field(description="`after` of the next page; null on the last")
+
+
+def name_in(scope: Scope) -> str:
+    """The name in the path as it was sent: an escape in it is no name."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    name = raw.rpartition(b"/")[2].decode("latin-1")
+    if not valid(name):
+        raise ServiceError(
+            "invalid", "a tensor's name is a letter or digit, then up to 127 of A-Za-z0-9._-", field="name"
+        )
+    return name
+
+
+def conditions_in(transfer: Transfer) -> Conditions:
+    """If-Match and If-None-Match."""
+    return conditional.conditions(transfer.header(b"if-match"), transfer.header(b"if-none-match"))
+
+
+def told(entry: Entry) -> dict[str, Any]:
+    """An entry's document."""
+    return asdict(entry)
+
+
+class _Upload:
+    """One body on its way into a slot."""
+
+    def __init__(self, transfer: Transfer, services: Services, owner: str, query: PutQuery) -> None:
+        self.transfer = transfer
+        self.services = services
+        self.owner = owner
+        self.query = query
+
+    async def receive(self) -> tuple[Slot, Tensor]:
+        """The tensor in a slot of the caller's, the whole body read."""
+        transfer = self.transfer
+        if transfer.header(b"content-encoding") not in (None, "identity"):
+            raise ServiceError(
+                "unsupported_media_type",
+                "bodies are taken as they are, not encoded",
+                field="content-encoding",
+            )
+        media = (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
+        transfer.bound(self.services.settings.max_body_bytes)
+        if media == RAW:
+            return await self._raw()
+        if media in _SAFETENSORS:
+            return await self._safetensors()
+        if media in _NPY:
+            return await self._npy()
+        offered = f"{SAFETENSORS}, {NPY}, {RAW}"
+        raise ServiceError(
+            "unsupported_media_type",
+            f"Content-Type {media[:80] or '(none)'} isn't one of {offered}",
+            field="content-type",
+            headers={"Accept": offered},
+        )
+
+    async def _raw(self) -> tuple[Slot, Tensor]:
+        query = self.query
+        self._refuse("tensor")
+        if query.dtype is None or query.shape is None:
+            missing = "dtype" if query.dtype is None else "shape"
+            raise ServiceError("invalid", f"{missing}: a raw body needs it", field=missing)
+        tensor = Tensor(query.dtype, parse_shape(query.shape, field="shape"))
+        length = self.transfer.content_length
+        if length is not None and length != tensor.nbytes:
+            raise ServiceError(
+                "malformed", f"the body has {length} bytes, its shape takes {tensor.nbytes}", field="body"
+            )
+        return await self._into_slot(tensor), tensor
+
+    async def _safetensors(self) -> tuple[Slot, Tensor]:
+        self._refuse("dtype", "shape")
+        length = safetensors.header_length(await self.transfer.read(safetensors.LENGTH))
+        header = safetensors.parse(await self.transfer.read(length))
+        self._bound(header.nbytes)
+        entry = self._choose(header)
+        slot = await self._into_slot(entry.tensor, before=entry.begin, after=header.nbytes - entry.end)
+        return slot, entry.tensor
+
+    def _choose(self, header: safetensors.Header) -> safetensors.Entry:
+        name = self.query.tensor
+        if name is None and len(header.entries) == 1:
+            return header.entries[0]
+        if name is None:
+            raise ServiceError(
+                "invalid", f"tensor: the body has {len(header.entries)}; say which", field="tensor"
+            )
+        entry = header.entry(name)
+        if entry is None:
+            raise ServiceError("invalid", f"tensor: the body has no {name[:64]!r}", field="tensor")
+        return entry
+
+    async def _npy(self) -> tuple[Slot, Tensor]:
+        self._refuse("shape", "tensor")
+        prefix = await self.transfer.read(_NPY_START)
+        rest = npy.header_length(prefix) - len(prefix)
+        if rest > 0:
+            prefix += await self.transfer.read(rest)
+        header = npy.parse(prefix, dtype=self.query.dtype, field="body")
+        if header.plain:
+            return await self._into_slot(header.tensor), header.tensor
+        given = await self._into_slot(header.tensor)
+        try:
+            nbytes = header.tensor.nbytes
+            slot = allocate(self.services, nbytes, owner=self.owner, state="request")
+            try:
+                await asyncio.to_thread(npy.convert, header, given.view(nbytes), slot.view(nbytes))
+            except BaseException:
+                slot.release()
+                raise
+        finally:
+            given.release()
+        return slot, header.tensor
+
+    async def _into_slot(self, tensor: Tensor, *, before: int = 0, after: int = 0) -> Slot:
+        checked(tensor.dtype, tensor.shape, field="body")
+        self._bound(tensor.nbytes)
+        self.services.store.check_room(tensor.nbytes)
+        slot = allocate(self.services, tensor.nbytes, owner=self.owner, state="request")
+        try:
+            await self._skip(before)
+            await self.transfer.receive_into(slot.view(tensor.nbytes))
+            await self._skip(after)
+            await self.transfer.finish()
+        except BaseException:
+            slot.release()
+            raise
+        return slot
+
+    async def _skip(self, nbytes: int) -> None:
+        """Read other tensors of the file and drop them."""
+        scratch = memoryview(bytearray(min(nbytes, _SKIP)))
+        while nbytes:
+            nbytes -= await self.transfer.receive_into(scratch[: min(nbytes, _SKIP)])
+
+    def _bound(self, nbytes: int) -> None:
+        """A chunked body's length is told by its header alone."""
+        limit = self.services.settings.max_body_bytes
+        if nbytes > limit:
+            raise ServiceError(
+                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
+            )
+
+    def _refuse(self, *fields: str) -> None:
+        for field in fields:
+            if getattr(self.query, field) is not None:
+                raise ServiceError("invalid", f"{field}: doesn't go with this Content-Type", field=field)
+
+
+async def _put(scope: Scope, receive: Receive, send: Send) -> None:
+    services: Services = scope["app"].state.services
+    owner = scope["state"]["principal"].owner
+    transfer = Transfer.of(scope, receive, send)
+    name = name_in(scope)
+    query = validate_query(PutQuery, parse_query(scope["query_string"]))
+    conditions = conditions_in(transfer)
+    services.store.check(owner, name, conditions)
+    services.store.check_room(transfer.content_length or 0)
+    existed = services.store.exists(owner, name)
+    slot, tensor = await _Upload(transfer, services, owner, query).receive()
+    try:
+        entry = await services.store.put(
+            owner,
+            name,
+            slot,
+            tensor.nbytes,
+            tensor.dtype,
+            tensor.shape,
+            ttl=query.ttl_seconds,
+            conditions=conditions,
+        )
+    finally:
+        slot.release()
+    headers = [
+        (b"etag", conditional.etag(entry.etag).encode()),
+        (b"location", f"/tensors/{name}".encode()),
+    ]
+    await send_json(transfer, told(entry), headers, status=200 if existed else 201)
+
+
+async def _get(scope: Scope, receive: Receive, send: Send) -> None:
+    services: Services = scope["app"].state.services
+    transfer = Transfer.of(scope, receive, send)
+    name = name_in(scope)
+    _no_query(scope)
+    hold = services.store.hold(scope["state"]["principal"].owner, name)
+    await download.send(transfer, services.store, hold, name=name)
+
+
+async def _delete(scope: Scope, receive: Receive, send: Send) -> None:
+    services: Services = scope["app"].state.services
+    transfer = Transfer.of(scope, receive, send)
+    _no_query(scope)
+    await services.store.delete(scope["state"]["principal"].owner, name_in(scope), conditions_in(transfer))
+    await transfer.start(204, [])
+    await transfer.write(b"", more=False)
+
+
+def _no_query(scope: Scope) -> None:
+    fields = parse_query(scope["query_string"])
+    if fields:
+        field = next(iter(fields))[:64]
+        raise ServiceError("invalid", f"{field}: isn't known here", field=field)
+
+
+# What follows declares the routes: FastAPI makes the OpenAPI document from it.
+
+_BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+_NAME: dict[str, Any] = {
+    "name": "name",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": NAME},
+}
+
+
+def header_parameter(name: str, description: str) -> dict[str, Any]:
+    """A request header in OpenAPI."""
+    return {"name": name, "in": "header", "schema": {"type": "string"}, "description": description}
+
+
+_IF_MATCH = header_parameter("If-Match", "Only if the tensor has one of these ETags, else 412")
+_IF_NONE_MATCH = header_parameter("If-None-Match", "Only if the tensor has none of these ETags")
+_RANGE = header_parameter("Range", "bytes=first-last of the representation")
+_IF_RANGE = header_parameter("If-Range", "Range only if the representation has this ETag")
+
+#: Responses of a download, for OpenAPI.
+DOWNLOAD: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The tensor, in the form that Accept chooses",
+        "content": {
+            SAFETENSORS: _BINARY,
+            NPY: _BINARY,
+            RAW: _BINARY,
+            "application/json": {"schema": {"type": "object"}},
+        },
+    },
+    206: {"description": "The range asked for"},
+    304: {"description": "The client has it already"},
+    404: {"description": "There is no such tensor"},
+    406: {"description": "No form that Accept names can hold it"},
+    410: {"description": "It was lost before it was durable"},
+    412: {"description": "A precondition failed"},
+    416: {"description": "The range lies outside"},
+}
+#: Request headers of a download, for OpenAPI.
+DOWNLOAD_HEADERS = [_IF_MATCH, _IF_NONE_MATCH, _RANGE, _IF_RANGE]
+
+
+def _put_parameters() -> list[dict[str, Any]]:
+    properties = PutQuery.model_json_schema()["properties"]
+    fields = [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
+    return [_NAME, *fields, _IF_MATCH, _IF_NONE_MATCH]
+
+
+@router.put(
+    "/tensors/{name}",
+    summary="Store a tensor",
+    status_code=201,
+    response_model=TensorEntry,
+    responses={
+        200: {"model": TensorEntry, "description": "It replaced a tensor of this name"},
+        400: {"description": "The body can't be parsed or is cut short"},
+        412: {"description": "A precondition failed"},
+        413: {"description": "The body is above the limit"},
+        415: {"description": "The Content-Type isn't known"},
+        422: {"description": "The name, a field or the tensor is invalid"},
+        503: {"description": "The data folder can't be written"},
+        507: {"description": "There is no room"},
+    },
+    openapi_extra={
+        "parameters": _put_parameters(),
+        "requestBody": {
+            "required": True,
+            "content": {SAFETENSORS: _BINARY, NPY: _BINARY, RAW: _BINARY},
+        },
+    },
+)
+@plain(_put)
+async def put_tensor() -> None:
+    """Answers once the tensor is durable: file and folder synced, row committed.
+
+    safetensors, .npy (versions 1 to 3, any byte order, Fortran order) or raw little-endian row-major bytes
+    with `dtype` and `shape`.
+    """
+    raise AssertionError("plain")
+
+
+_GET_EXTRA = {"parameters": [_NAME, *DOWNLOAD_HEADERS]}
+
+
+@router.get("/tensors/{name}", summary="Read a tensor", responses=DOWNLOAD, openapi_extra=_GET_EXTRA)
+@plain(_get)
+async def get_tensor() -> None:
+    """Accept chooses safetensors (the default), .npy, raw or JSON. Each form has its own ETag."""
+    raise AssertionError("plain")
+
+
+@router.head("/tensors/{name}", summary="Look at a tensor", responses=DOWNLOAD, openapi_extra=_GET_EXTRA)
+@plain(_get)
+async def head_tensor() -> None:
+    """Size, shape, dtype and ETag."""
+    raise AssertionError("plain")
+
+
+@router.delete(
+    "/tensors/{name}",
+    summary="Forget a tensor",
+    status_code=204,
+    responses={
+        404: {"description": "There is no such tensor"},
+        412: {"description": "A precondition failed"},
+    },
+    openapi_extra={"parameters": [_NAME, _IF_MATCH, _IF_NONE_MATCH]},
+)
+@plain(_delete)
+async def delete_tensor() -> None:
+    """Work that pinned it before still finds it."""
+    raise AssertionError("plain")
+
+
+@router.get("/tensors", summary="List the stored tensors", response_model=TensorPage)
+async def list_tensors(request: Request, query: Annotated[PageQuery, Query()]) -> Any:
+    """By name, those of this key."""
+    services: Services = request.app.state.services
+    entries, following = services.store.entries(request.state.principal.owner, query.after, query.limit)
+    return {"tensors": [told(entry) for entry in entries], "next": following}
