@@ -1,0 +1,676 @@
+"""Step 9, two consumers of one staged B: receives a call (kernels/call.py), hands on
+D = act(alpha · A·B + beta · C + bias). It is the product of sm_100a.
+
+Adds        a second MMA warp and writeback warpgroup a CTA. Both read the same staged B; a cluster computes
+            512×256. And what production kernels have: registers moved from the roles of one thread to the
+            writeback, programmatic dependent launch, cluster launch control, four layouts, batches, a fused
+            epilogue.
+Why faster  49,152 staged bytes feed 256×256×64 multiply-adds a CTA, 1.33 times as many a byte as in Step 8.
+            While one accumulator is written back the other consumer's MMAs go on, on a tensor core that
+            never idles.
+Costs       all of tensor memory (2 × 256 columns) and shared memory: no second accumulator a consumer, so a
+            drained one is released as early as registers allow, and D leaves in pieces of 8,192 bytes.
+Shapes      512×256: two consumers, ring of 4. 256×256: one consumer, ring of 6, two accumulators in turn, for
+            problems that leave clusters of the large tile empty (or as good, by measurement).
+
+Roles       warpgroups 0 … consumers - 1 write back, one each. In the last warpgroup, one elected thread a
+            warp: warps 0 and 1 issue MMAs for their consumer (leader only), warp 2 asks cluster launch
+            control for the next tile (leader, dynamic tilings only), warp 3 loads. Warp 0 of the CTA
+            allocates and frees TMEM.
+Timeline    load         | k0 k1 k2 ·· | next tile's k0 k1 ··
+            multiply 0   |    k0 k1 ·· | (drained?) k0 k1 ··
+            multiply 1   |    k0 k1 ··  | (drained?) k0 k1 ··
+            write back 0 |             | drain, st st st st ··
+            write back 1 |              | drain, st st st st ··
+Barriers    all but c2ld and the named ones have cluster scope.
+            tma2mma[s]: leader's; 1 arrival (expect_tx) + CTA_GROUP × stage bytes (98,304; 65,536): stage s
+            landed.
+            mma2tma[s]: 1 arrival a consumer (commit to both CTAs, mask 0b11): all consumers have read stage
+            s.
+            mma2ld[c]: 1 arrival (commit to both CTAs): accumulator c is complete.
+            ld2mma[c]: leader's; 256 arrivals, 128 a CTA: accumulator c is drained.
+            c2ld[c, p]: 1 arrival (expect_tx) + 8,192 B: a piece of C is in staging buffer p.
+            clc2read[i]: 1 arrival (expect_tx) + 16 B: an answer is here. read2clc[i]: leader's; `readers`
+            arrivals.
+            named 10 + c, 128 threads: a piece of D is staged; the piece before the last has been read by TMA.
+            cluster-wide: set up; all done in both CTAs, TMEM may be freed.
+Commits     tcgen05 operations are ordered, and committed, within the thread that issued them: each MMA thread
+            commits its own reads, which is why mma2tma takes one arrival a consumer.
+Registers   512×256: 384 threads × 168. The last warpgroup gives up all but 56, writeback takes 224 (ptxas
+            honours setmaxnreg with min_blocks_per_mp=1 only). 256×256: 256 threads × 256, nothing to move.
+Epilogue    16-bit output without C: the accumulator is drained, fused and packed into 128 registers,
+            released, and only then stored. Else it is released after its last read. EPI_N = 64 columns a
+            read from TMEM; pieces of 32 (16-bit) or 16 (fp32) columns leave by double-buffered evict-first
+            TMA stores. C of D's type comes in through the same buffers, one piece ahead; another C is read
+            by plain loads.
+Shared      512×256: 4 × 49,152 B + 4 × 8,192 B + 208 B = 229,584 B. 256×256: 6 × 32,768 B + 2 × 8,192 B +
+            224 B.
+TMEM        512 columns.
+Limits      A and B at 16 bytes with leading dimensions and batch strides in multiples of 8; so D in
+            multiples of 16 bytes, unless the function is `plain`. M, N, K and batch at least 1. alpha = 0
+            reads neither A nor B: one block beyond K is loaded, which TMA fills with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.experimental import cuda
+from cutlass.experimental import primitives as prims
+
+from kernels.blackwell.epilogue import (
+    EPI_BARRIER,
+    EPI_N,
+    EVICT_FIRST,
+    TYPES,
+    Fused,
+    c_line,
+    fuse,
+    read_chunk,
+    stage_row,
+    store_element,
+    unstage_element,
+    unstage_row,
+)
+from kernels.blackwell.parts import (
+    ARCHITECTURES,
+    DTYPES,
+    K_STEP,
+    MN_STEP,
+    S128,
+    SMEM,
+    WARPGROUP,
+    instruction,
+    k_major,
+    load_pair,
+    mn_major,
+    multiply,
+)
+from kernels.blackwell.pipeline import (
+    PipelineState,
+    arrive_at,
+    barriers,
+    consumer,
+    init,
+    producer,
+    wait,
+    wait_all,
+    wait_phase,
+)
+from kernels.blackwell.raster import place
+from kernels.blackwell.tilings import (
+    A_TILE,
+    B_TILE,
+    BLK_K,
+    BLK_M,
+    BLK_N,
+    CLC_DEPTH,
+    CTA_GROUP,
+    MMA_M,
+    MMA_N,
+    PIECE_BYTES,
+    PIECES,
+    TMEM_COLUMNS,
+    Choice,
+    Tiling,
+    choices,
+)
+from kernels.targets import Function
+
+LEADER = 0
+ANSWER_BYTES = 16
+PIECE_PITCH = PIECE_BYTES // BLK_M  # bytes of a row of a piece
+HELPER_REGISTERS = 56
+WRITEBACK_REGISTERS = 224
+
+
+class Shared:
+    """Shared memory of a CTA: operand stages, staging buffers, barriers."""
+
+    def __init__(self, tiling: Tiling, dtype: Any, out: Any) -> None:
+        both = tiling.consumers * tiling.accumulators
+        piece = PIECE_BYTES * 8 // out.width
+        self.a = cutlass.Array(dtype, tiling.depth * tiling.consumers * A_TILE, space=SMEM, alignment=1024)
+        self.b = cutlass.Array(dtype, tiling.depth * B_TILE, space=SMEM, alignment=1024)
+        self.pieces = cutlass.Array(out, tiling.consumers * PIECES * piece, space=SMEM, alignment=1024)
+        self.tma2mma, self.mma2tma = barriers(tiling.depth), barriers(tiling.depth)
+        self.mma2ld, self.ld2mma = barriers(both), barriers(both)
+        self.c2ld = barriers(tiling.consumers * PIECES)
+        self.clc2read, self.read2clc = barriers(CLC_DEPTH), barriers(CLC_DEPTH)
+        self.answers = cutlass.Array(cutlass.Int128, CLC_DEPTH, space=SMEM, alignment=16)
+        self.slot = cutlass.Array(Int32, 1, space=SMEM)
+
+    def init(self, tiling: Tiling) -> None:
+        """Arrival counts. One thread calls this."""
+        both = tiling.consumers * tiling.accumulators
+        init(self.tma2mma, tiling.depth, 1)
+        init(self.mma2tma, tiling.depth, tiling.consumers)
+        init(self.mma2ld, both, 1)
+        init(self.ld2mma, both, CTA_GROUP * WARPGROUP)
+        init(self.c2ld, tiling.consumers * PIECES, 1)
+        init(self.clc2read, CLC_DEPTH, 1)
+        init(self.read2clc, CLC_DEPTH, tiling.readers)
+
+
+class MultiConsumer:
+    """One function of the family. Attributes that `kernel` sets hold traced values and live for one trace."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.tiling = choice.tiling
+        self.dtype = DTYPES[choice.dtype]
+        self.a_mn, self.b_mn = choice.a_mn, choice.b_mn
+        self.plain = choice.out == "plain"
+        self.out = self.dtype if choice.out == "half" else Float32
+        self.piece_n = PIECE_PITCH * 8 // self.out.width  # columns of a piece
+
+    # Host
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        d: Int64,
+        d_batch: Int64,
+        d_row: Int64,
+        d_column: Int64,
+        c: Int64,
+        c_batch: Int64,
+        c_row: Int64,
+        c_column: Int64,
+        bias: Int64,
+        alpha: Float32,
+        beta: Float32,
+        code: Int32,
+        batch: Int32,
+        ctas: Int32,
+        raster: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch, as kernels/call.py says."""
+        m, k, n = a.shape[1], a.shape[2], b.shape[2]
+        f = Fused(alpha, beta, code, bias, c, c_batch, c_row, c_column, d, d_batch, d_row, d_column, m, n)
+        tiles_m, tiles_n = cute.ceil_div(m, self.tiling.tile_m), cute.ceil_div(n, MMA_N)
+        tiles = tiles_m * tiles_n * batch
+        clusters = tiles
+        if cutlass.const_expr(not self.tiling.dynamic):
+            clusters = cutlass.max(cutlass.min(tiles, ctas // CTA_GROUP), 1)
+        k_start, k_blocks = Int32(0), cute.ceil_div(k, BLK_K)
+        if alpha == 0.0:
+            k_start, k_blocks = k, Int32(1)
+        if raster == 0:
+            raster = Int32(8)
+        a_map = self.operand_map(a, 1, 2, self.a_mn, BLK_M)
+        b_map = self.operand_map(b, 2, 1, self.b_mn, BLK_N)
+        d_map, c_map, c_by_tma = a_map, a_map, Int32(0)
+        if cutlass.const_expr(not self.plain):
+            d_map = self.piece_map(d, d_batch, d_row, m, n, batch)
+            c_by_tma = self.suits_tma(f)
+            c_layers = batch
+            if c_by_tma == 0:  # nothing reads through the map then, but it must be a valid one
+                c, c_batch, c_row = d, d_batch, d_row
+            if c_batch == 0:
+                c_batch, c_layers = c_row, Int32(1)
+            c_map = self.piece_map(c, c_batch, c_row, m, n, c_layers)
+        self.kernel(
+            a_map,
+            b_map,
+            d_map,
+            c_map,
+            c_by_tma,
+            a.shape[0],
+            b.shape[0],
+            f,
+            tiles_m,
+            tiles_n,
+            tiles,
+            raster,
+            k_start,
+            k_blocks,
+        ).launch(
+            grid=(clusters * CTA_GROUP, 1, 1),
+            block=(self.tiling.threads, 1, 1),
+            cluster=(CTA_GROUP, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    def operand_map(self, x: cute.Tensor, mn: int, k: int, mn_contiguous: bool, rows: int) -> cuda.TensorMap:
+        """Tensor map of an operand [layer, …] whose modes `mn` and `k` are M or N, and K.
+
+        Its box is a staged tile, or half of an MN-major one: 64 of M or N are a span of the swizzle.
+        """
+        inner, outer = (mn, k) if mn_contiguous else (k, mn)
+        return cuda.create_tensor_map_tiled(
+            global_address=x.iterator.toint(),
+            dtype=self.dtype,
+            global_dims=[x.shape[inner], x.shape[outer], x.shape[0]],
+            global_strides=[x.stride[outer] // 8, x.stride[0] // 8],
+            box_dims=[64, BLK_K if mn_contiguous else rows, 1],
+            swizzle=S128,
+            l2_promotion=cuda.TensorMapL2Promotion.l2_256b,
+        )
+
+    def piece_map(
+        self, address: Int64, batch_stride: Int64, row_stride: Int64, m: Int32, n: Int32, layers: Int32
+    ) -> cuda.TensorMap:
+        """Tensor map of D or C whose box is a piece."""
+        lanes = 128 // self.out.width
+        return cuda.create_tensor_map_tiled(
+            global_address=address,
+            dtype=self.out,
+            global_dims=[n, m, layers],
+            global_strides=[row_stride // lanes, batch_stride // lanes],
+            box_dims=[self.piece_n, BLK_M, 1],
+            swizzle=cuda.TensorMapSwizzle.s64b,
+        )
+
+    @cute.jit
+    def suits_tma(self, f: Fused) -> Int32:
+        """1 where C can come in by TMA: of D's type, rows contiguous, all in multiples of 16 bytes."""
+        lanes = 128 // self.out.width
+        odd = f.c % 16 + f.c_row % lanes + f.c_batch % lanes
+        suits = Int32(0)
+        if (f.code >> 2) & 3 == TYPES[self.out] and odd == 0 and f.c_column == 1 and f.c_row > 0:
+            suits = Int32(1)
+        return suits
+
+    # Device
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_map: cutlass.GridConstant[cuda.TensorMap],
+        b_map: cutlass.GridConstant[cuda.TensorMap],
+        d_map: cutlass.GridConstant[cuda.TensorMap],
+        c_map: cutlass.GridConstant[cuda.TensorMap],
+        c_by_tma: Int32,
+        a_layers: Int32,
+        b_layers: Int32,
+        f: Fused,
+        tiles_m: Int32,
+        tiles_n: Int32,
+        tiles: Int32,
+        raster: Int32,
+        k_start: Int32,
+        k_blocks: Int32,
+    ) -> None:
+        """Two CTAs compute tiles of D."""
+        tiling = self.tiling
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.rank = prims.cluster_ctarank()
+        self.cluster, self.clusters = cta // CTA_GROUP, ctas // CTA_GROUP
+        self.tiles_m, self.tiles_n, self.tiles, self.raster = tiles_m, tiles_n, tiles, raster
+        self.k_start, self.k_blocks = k_start, k_blocks
+        self.consumer, self.quarter, self.thread = warp // 4, warp % 4, tid % WARPGROUP  # of writeback
+        self.f, self.d_map, self.c_map, self.c_by_tma = f, d_map, c_map, c_by_tma
+        self.shared = Shared(tiling, self.dtype, self.out)
+
+        if warp == 0:
+            if prims.elect_sync():
+                self.shared.init(tiling)
+            prims.tcgen05_alloc(self.shared.slot, TMEM_COLUMNS, group="cta_2")
+            prims.tcgen05_relinquish_alloc_permit(group="cta_2")
+        prims.fence_mbarrier_init()
+        prims.tcgen05_fence("before_thread_sync")
+        prims.barrier_cluster_arrive()
+        prims.barrier_cluster_wait()
+        prims.tcgen05_fence("after_thread_sync")
+        tmem = self.shared.slot.load()
+        prims.griddepcontrol("wait")  # what ran before on this stream is complete
+
+        helper = warp - 4 * tiling.consumers  # index in the last warpgroup
+        if helper >= 0:
+            if cutlass.const_expr(tiling.consumers > 1):
+                prims.setmaxregister(HELPER_REGISTERS, "decrease")
+            if helper == 3:
+                if prims.elect_sync():
+                    self.load(a_map, b_map, a_layers, b_layers)
+                    prims.griddepcontrol("launch_dependents")
+            if cutlass.const_expr(tiling.dynamic):
+                if helper == 2 and self.rank == LEADER:
+                    if prims.elect_sync():
+                        self.schedule()
+            if helper < tiling.consumers and self.rank == LEADER:
+                if prims.elect_sync():
+                    self.multiply(helper, tmem)
+        else:
+            if cutlass.const_expr(tiling.consumers > 1):
+                prims.setmaxregister(WRITEBACK_REGISTERS, "increase")
+            self.write_back(tmem)
+
+        prims.tcgen05_fence("before_thread_sync")
+        prims.barrier_cluster_arrive()
+        prims.barrier_cluster_wait()
+        prims.tcgen05_fence("after_thread_sync")
+        if warp == 0:
+            prims.tcgen05_dealloc(prims.make_tmem_ptr(tmem, Float32), TMEM_COLUMNS, group="cta_2")
+
+    # Roles of one thread
+
+    @cute.jit
+    def load(self, a_map: cuda.TensorMap, b_map: cuda.TensorMap, a_layers: Int32, b_layers: Int32) -> None:
+        """Load this CTA's rows of A, for each consumer, and its half of B."""
+        tiling = self.tiling
+        filling, answer = producer(tiling.depth), consumer(CLC_DEPTH)
+        tile = self.cluster
+        while tile < self.tiles:
+            m, n, layer = place(tile, self.tiles_m, self.tiles_n, self.raster)
+            a_layer, b_layer = cutlass.min(layer, a_layers - 1), cutlass.min(layer, b_layers - 1)
+            column = n * MMA_N + self.rank * BLK_N
+            for block in range(self.k_blocks):
+                wait(self.shared.mma2tma, filling, "cluster")
+                full = self.shared.tma2mma.subview(filling.stage)
+                if self.rank == LEADER:
+                    prims.mbarrier_arrive_expect_tx(full, tiling.stage_bytes * CTA_GROUP)
+                k = self.k_start + block * BLK_K
+                for c in cutlass.range_constexpr(tiling.consumers):
+                    row = m * tiling.tile_m + c * MMA_M + self.rank * BLK_M
+                    tile_a = self.shared.a.subview((filling.stage * tiling.consumers + c) * A_TILE)
+                    self.load_tile(tile_a, a_map, self.a_mn, row, k, a_layer, full)
+                tile_b = self.shared.b.subview(filling.stage * B_TILE)
+                self.load_tile(tile_b, b_map, self.b_mn, column, k, b_layer, full)
+                filling.advance()
+            tile = self.next_tile(tile, answer)
+        wait_all(self.shared.mma2tma, filling, "cluster")
+
+    def load_tile(
+        self,
+        tile: cutlass.Array,
+        source: cuda.TensorMap,
+        mn_contiguous: bool,
+        row: Int32,
+        k: Int32,
+        layer: Int32,
+        full: cutlass.Array,
+    ) -> None:
+        """Start the loads of 128 rows of op(A), or columns of op(B), and BLK_K of K."""
+        if mn_contiguous:
+            load_pair(tile, source, [row, k, layer], full)
+            load_pair(tile.subview(64 * BLK_K), source, [row + 64, k, layer], full)
+        else:
+            load_pair(tile, source, [k, row, layer], full)
+
+    @cute.jit
+    def multiply(self, c: Int32, tmem: Int32) -> None:
+        """Issue the MMAs of consumer c for both CTAs."""
+        tiling = self.tiling
+        descriptor = instruction(self.dtype, MMA_M, MMA_N, self.a_mn, self.b_mn)
+        a_step, b_step = MN_STEP if self.a_mn else K_STEP, MN_STEP if self.b_mn else K_STEP
+        base = c * tiling.accumulators
+        mma2ld, ld2mma = self.shared.mma2ld.subview(base), self.shared.ld2mma.subview(base)
+        reading, drained, answer = consumer(tiling.depth), producer(tiling.accumulators), consumer(CLC_DEPTH)
+        tile = self.cluster
+        while tile < self.tiles:
+            wait(ld2mma, drained, "cluster")
+            prims.tcgen05_fence("after_thread_sync")
+            accumulator = prims.make_tmem_ptr(tmem + (base + drained.stage) * MMA_N, Float32)
+            for block in range(self.k_blocks):
+                wait(self.shared.tma2mma, reading, "cluster")
+                tile_a = self.shared.a.subview((reading.stage * tiling.consumers + c) * A_TILE)
+                tile_b = self.shared.b.subview(reading.stage * B_TILE)
+                multiply(
+                    "cta_2",
+                    accumulator,
+                    mn_major(tile_a) if self.a_mn else k_major(tile_a),
+                    mn_major(tile_b) if self.b_mn else k_major(tile_b),
+                    descriptor,
+                    block > 0,
+                    a_step,
+                    b_step,
+                )
+                read = self.shared.mma2tma.subview(reading.stage)
+                prims.tcgen05_commit(read, multicast_mask=0b11, group="cta_2")
+                reading.advance()
+            prims.tcgen05_commit(mma2ld.subview(drained.stage), multicast_mask=0b11, group="cta_2")
+            drained.advance()
+            tile = self.next_tile(tile, answer)
+
+    # Order of tiles
+
+    @cute.jit
+    def schedule(self) -> None:
+        """Ask the hardware for a cluster that hasn't started yet, to compute its tile in its stead."""
+        asking, answer = producer(CLC_DEPTH), consumer(CLC_DEPTH)
+        tile = self.cluster
+        while tile < self.tiles:
+            wait(self.shared.read2clc, asking, "cluster")
+            told = self.shared.clc2read.subview(asking.stage)
+            for rank in cutlass.range_constexpr(CTA_GROUP):
+                prims.mbarrier_arrive_expect_tx(prims.mapa(told, rank), ANSWER_BYTES, scope="cluster")
+            prims.clusterlaunchcontrol_try_cancel(
+                self.shared.answers.subview(asking.stage), told, multicast=True
+            )
+            asking.advance()
+            tile = self.next_tile(tile, answer)
+
+    @cute.jit
+    def next_tile(self, tile: Int32, answer: PipelineState, warps: cutlass.Constexpr = False) -> Int32:
+        """The tile after `tile`, or one past the last. warps: a whole warp calls this, and arrives once."""
+        following = tile + self.clusters
+        if cutlass.const_expr(self.tiling.dynamic):
+            wait(self.shared.clc2read, answer, "cluster")
+            response = self.shared.answers[answer.stage]
+            first = prims.clusterlaunchcontrol_query_cancel("get_first_cta_id_x", response)
+            following = self.tiles
+            if prims.clusterlaunchcontrol_query_cancel("is_canceled", response):
+                following = first // CTA_GROUP
+            # The next answer is written through the async proxy, which must not overtake this read.
+            prims.fence_proxy("async_shared", space=prims.SharedSpace.shared_cta)
+            read = self.shared.read2clc.subview(answer.stage)
+            if cutlass.const_expr(warps):
+                prims.bar_warp_sync(0xFFFFFFFF)
+                if prims.elect_sync():
+                    arrive_at(read, LEADER)
+            else:
+                arrive_at(read, LEADER)
+            answer.advance()
+        return following
+
+    # Writeback
+
+    @cute.jit
+    def write_back(self, tmem: Int32) -> None:
+        """Drain this warpgroup's accumulators and store D."""
+        tiling, f = self.tiling, self.f
+        base = self.consumer * tiling.accumulators
+        ready, answer = consumer(tiling.accumulators), consumer(CLC_DEPTH)
+        tile = self.cluster
+        while tile < self.tiles:
+            m, n, layer = place(tile, self.tiles_m, self.tiles_n, self.raster)
+            top = m * tiling.tile_m + self.consumer * MMA_M + self.rank * BLK_M
+            left = n * MMA_N
+            if cutlass.const_expr(not self.plain):
+                if self.c_by_tma != 0:
+                    self.fetch_piece(0, top, left, layer)
+            wait(self.shared.mma2ld.subview(base), ready, "cluster")
+            prims.tcgen05_fence("after_thread_sync")
+            accumulator = tmem + (base + ready.stage) * MMA_N
+            ld2mma = self.shared.ld2mma.subview(base + ready.stage)
+            if cutlass.const_expr(self.plain):
+                self.store_elements(accumulator, ld2mma, top, left, layer)
+            elif cutlass.const_expr(self.out.width == 32):
+                self.store_while_draining(accumulator, ld2mma, top, left, layer)
+            else:  # noqa: PLR5501 (the first two choose at compile time)
+                if f.has_c:
+                    self.store_while_draining(accumulator, ld2mma, top, left, layer)
+                else:
+                    self.drain_then_store(accumulator, ld2mma, top, left, layer)
+            ready.advance()
+            tile = self.next_tile(tile, answer, True)
+        if self.quarter == 0:
+            if prims.elect_sync():
+                prims.cp_async_bulk_wait_group(0)
+
+    def release(self, ld2mma: cutlass.Array) -> None:
+        """This thread has drained its row: the leader's MMA thread may overwrite the accumulator."""
+        prims.tcgen05_fence("before_thread_sync")
+        arrive_at(ld2mma, LEADER)
+
+    @cute.jit
+    def drain_then_store(
+        self, accumulator: Int32, ld2mma: cutlass.Array, top: Int32, left: Int32, layer: Int32
+    ) -> None:
+        """16-bit output without C: a row fits 128 registers, so the accumulator is free at once."""
+        zeros = cutlass.full((EPI_N // 2,), 0, Int32)
+        p0, p1, p2, p3 = zeros, zeros, zeros, zeros  # the row, packed; a chunk moves in at the end
+        for chunk in range(MMA_N // EPI_N):
+            column = chunk * EPI_N
+            values = read_chunk(accumulator, self.quarter, column)
+            prims.tcgen05_wait("load")
+            values = fuse(self.f, values, None, top + self.thread, left + column)
+            p0, p1, p2, p3 = p1, p2, p3, values.to(self.out).bitcast(Int32)
+        self.release(ld2mma)
+        words = self.piece_n // 2
+        for piece in cutlass.range_constexpr(MMA_N // self.piece_n):
+            first = piece * words % (EPI_N // 2)
+            row = (p0, p1, p2, p3)[piece * self.piece_n // EPI_N][first : first + words]
+            column = left + piece * self.piece_n
+            self.store_piece(piece % PIECES, row.bitcast(self.out), top, column, layer)
+
+    @cute.jit
+    def store_while_draining(
+        self, accumulator: Int32, ld2mma: cutlass.Array, top: Int32, left: Int32, layer: Int32
+    ) -> None:
+        """fp32 output, or a C: the row doesn't fit the registers, so it is stored chunk by chunk."""
+        f, c_by_tma = self.f, self.c_by_tma
+        chunks, pieces = MMA_N // EPI_N, EPI_N // self.piece_n
+        row = top + self.thread
+        for chunk in range(chunks):
+            values = read_chunk(accumulator, self.quarter, chunk * EPI_N)
+            prims.tcgen05_wait("load")
+            if chunk == chunks - 1:
+                self.release(ld2mma)
+            for j in range(pieces):
+                piece = chunk * pieces + j
+                column = left + piece * self.piece_n
+                which = piece % PIECES
+                c = cutlass.full((self.piece_n,), 0.0, Float32)
+                if c_by_tma != 0:
+                    # A tile uses each buffer an even number of times: its first use is always at phase 0.
+                    landed = self.shared.c2ld.subview(self.consumer * PIECES + which)
+                    wait_phase(landed, piece // PIECES % 2)
+                    c = unstage_row(self.piece(which), self.thread, PIECE_PITCH)
+                elif f.has_c:
+                    c = c_line(f, row, column, layer, self.piece_n)
+                # The piece in front is taken off, so that one copy of this code does all pieces.
+                elements = values.to_elements()
+                front, rest = elements[: self.piece_n], elements[self.piece_n :]
+                fused = fuse(f, cutlass.Vector.from_elements(front, Float32), c, row, column)
+                values = cutlass.Vector.from_elements((*rest, *front), Float32)
+                self.store_piece(which, fused.to(self.out), top, column, layer)
+                if c_by_tma != 0 and piece + 1 < chunks * pieces:
+                    self.fetch_piece(1 - which, top, column + self.piece_n, layer)
+
+    def piece(self, which: int | Int32) -> Any:
+        """Staging buffer `which` of this warpgroup."""
+        return self.shared.pieces.data_ptr() + (self.consumer * PIECES + which) * (
+            PIECE_BYTES * 8 // self.out.width
+        )
+
+    @cute.jit
+    def store_piece(
+        self, which: int | Int32, row: cutlass.Vector, top: Int32, column: Int32, layer: Int32
+    ) -> None:
+        """Stage this thread's row; one thread stores the piece, and waits until the other buffer is free."""
+        buffer = self.piece(which)
+        prims.barrier_cta_sync(EPI_BARRIER + self.consumer, thread_count=WARPGROUP)
+        stage_row(buffer, self.thread, row, PIECE_PITCH)
+        prims.fence_proxy("async_shared", space=prims.SharedSpace.shared_cta)
+        prims.barrier_cta_sync(EPI_BARRIER + self.consumer, thread_count=WARPGROUP)
+        if self.quarter == 0:
+            if prims.elect_sync():
+                prims.cp_async_bulk_tensor_global_shared_cta(
+                    self.d_map.get_ptr(), buffer, [column, top, layer], l2_cache_hint=EVICT_FIRST
+                )
+                prims.cp_async_bulk_commit_group()
+                prims.cp_async_bulk_wait_group(PIECES - 1, read=True)
+
+    @cute.jit
+    def fetch_piece(self, which: int | Int32, top: Int32, column: Int32, layer: Int32) -> None:
+        """Start the load of a piece of C into a staging buffer whose last store has been read."""
+        c_layer = layer * Int32(self.f.c_batch != 0)
+        if self.quarter == 0:
+            if prims.elect_sync():
+                barrier = self.shared.c2ld.subview(self.consumer * PIECES + which)
+                prims.mbarrier_arrive_expect_tx(barrier, PIECE_BYTES)
+                prims.cp_async_bulk_tensor_shared_cta_global(
+                    self.piece(which),
+                    self.c_map.get_ptr(),
+                    [column, top, c_layer],
+                    barrier,
+                    l2_cache_hint=EVICT_FIRST,
+                )
+
+    @cute.jit
+    def store_elements(
+        self, accumulator: Int32, ld2mma: cutlass.Array, top: Int32, left: Int32, layer: Int32
+    ) -> None:
+        """Any D: 32 fp32 columns are staged, and neighbouring threads take neighbouring elements."""
+        f, buffer = self.f, self.piece(0)
+        barrier = EPI_BARRIER + self.consumer
+        columns = PIECES * PIECE_PITCH // 4
+        steps = MMA_N // columns
+        for step in range(steps):
+            values = read_chunk(accumulator, self.quarter, step * columns, columns)
+            prims.tcgen05_wait("load")
+            if step == steps - 1:
+                self.release(ld2mma)
+            prims.barrier_cta_sync(barrier, thread_count=WARPGROUP)
+            stage_row(buffer, self.thread, values, PIECES * PIECE_PITCH)
+            prims.barrier_cta_sync(barrier, thread_count=WARPGROUP)
+            for i in range(columns):
+                index = i * WARPGROUP + self.thread
+                row, column = index // columns, index % columns
+                value = unstage_element(buffer, row, column)
+                row += top
+                column += left + step * columns
+                if row < f.rows and column < f.columns:
+                    one = cutlass.Vector.from_elements((value,), Float32)
+                    fused = fuse(f, one, c_line(f, row, column, layer, 1), row, column)
+                    place = Int64(layer) * f.d_batch + Int64(row) * f.d_row + Int64(column) * f.d_column
+                    store_element(f.d, place, fused[0], (f.code >> 7) & 3)
+
+
+def compile_choice(choice: Choice) -> Any:
+    """Compile one function of the family."""
+
+    def operand(contiguous: int) -> Any:
+        strides: list[Any] = [cute.sym_int64(divisibility=8) for _ in range(3)]
+        strides[contiguous] = 1
+        shape = tuple(cute.sym_int32() for _ in range(3))
+        return make_fake_tensor(DTYPES[choice.dtype], shape, tuple(strides), assumed_align=16)
+
+    MultiConsumer.kernel.set_name_prefix(
+        f"blackwell_{choice.name}", remove_cutlass_symbol=True, keep_mangled_name=False
+    )
+    address, word = Int64(0), Int32(0)
+    return cute.compile(
+        MultiConsumer(choice),
+        operand(1 if choice.a_mn else 2),
+        operand(2 if choice.b_mn else 1),
+        *[address] * 9,
+        Float32(1.0),
+        Float32(0.0),
+        *[word] * 4,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )
+
+
+def functions() -> Sequence[Function]:
+    """The family: see tilings.choices."""
+    return [
+        Function(c.name, arch, partial(compile_choice, c), library=c.library)
+        for arch in ARCHITECTURES
+        for c in choices()
+    ]
