@@ -148,12 +148,18 @@ def server_config(settings: Settings, app: Any) -> uvicorn.Config:
     """uvicorn with uvloop and httptools; the gate logs requests and names no software in headers."""
     import uvicorn
 
-    from service.protocol import GemmProtocol
+    from service.protocol import GemmProtocol, Limits
+
+    def refused(status: int) -> None:
+        """Count what the protocol refused before there was a route."""
+        services = getattr(app.state, "services", None)
+        if services is not None:
+            services.metrics.request("unparsed", status, 0.0)
 
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=GemmProtocol,
+        http=GemmProtocol.with_limits(Limits.of(settings), refused),
         ws="none",
         lifespan="on",
         log_config=None,

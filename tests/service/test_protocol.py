@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +199,29 @@ def test_bodies_arrive_whole_and_the_connection_goes_on(sock: socket.socket, siz
         assert read_reply(sock)[2] == sha(body)
     sock.sendall(post("/plain", body[:5000]))
     assert read_reply(sock)[2] == sha(body[:5000])
+
+
+def test_the_servers_own_memory_does_not_grow_with_the_body(sock: socket.socket) -> None:
+    size = 60_000_000
+    block = bytes(1_000_000)
+    sock.sendall(post("/digest", b""))
+    read_reply(sock)
+    before = anonymous_bytes()
+    sock.sendall(post("/digest", b"").replace(b"Length: 0", b"Length: %d" % size))
+    highest = 0
+    for _ in range(size // len(block)):
+        sock.sendall(block)
+        highest = max(highest, anonymous_bytes())
+    assert read_reply(sock)[2] == sha(bytes(size))
+    assert highest - before < 4_000_000
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process (the server is a thread of it) that isn't the arena's."""
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")
+    )
+    return int(line.split()[1]) * 1024
 
 
 def test_a_body_in_small_pieces_arrives_whole(sock: socket.socket) -> None:
