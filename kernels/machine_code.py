@@ -14,7 +14,7 @@ from pathlib import Path
 
 SYSTEM_SHARED = 1024  # bytes of shared memory a CTA that ptxas adds for the system from sm_90 on
 _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
 _ENTRY = re.compile(r"\.entry\s+(\w+)\(.*?\)\s*(.*?)\{", re.DOTALL)
 _THREADS = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?")
 

@@ -1,0 +1,134 @@
+"""Every gate can fail: on made-up code that lacks or has one thing, and on real machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kernels.build import build
+from kernels.gates import GATES, ROLES, Code, Gate, check, code_of, main, tmem_columns
+from kernels.libraries import Libraries
+from kernels.machine_code import entries, mnemonics
+
+GOOD = Code("step1_x", frozenset(), 168, 0, 229_472, 384, roles=(40, 232), tmem=512)
+BREAK: dict[str, Callable[[Code], Code]] = {
+    "uses a stack": lambda c: replace(c, stack=8),
+    "takes over 232,448 B of shared memory": lambda c: replace(c, smem=232_449),
+    "can't be resident: registers": lambda c: replace(c, registers=255),
+    "TMEM isn't 1 to 512 columns": lambda c: replace(c, tmem=513),
+    ROLES: lambda c: replace(c, roles=()),
+}
+
+
+def named(pattern: str) -> str:
+    """A name, or mnemonic, that matches a pattern."""
+    return (
+        pattern.replace("[1-9]", "1")
+        .replace("[1-8]", "1")
+        .replace("[1-7]", "1")
+        .replace("[1-3]", "1")
+        .replace("[4-8]", "4")
+        .replace("[4-9]", "4")
+        .replace("[89]", "8")
+        .replace("*", "")
+    )
+
+
+def identity(gate: Gate) -> str:
+    """Readable id of a test case."""
+    return f"{gate.arch} {gate.pattern} {','.join(gate.required + gate.forbidden) or gate.because}"
+
+
+@pytest.mark.parametrize("gate", GATES, ids=identity)
+def test_each_gate_passes_and_can_fail(gate: Gate) -> None:
+    good = replace(GOOD, function=named(gate.pattern), mnemonics=frozenset(map(named, gate.required)))
+    assert gate.applies(named(gate.arch), good)
+    assert gate.failures(good) == []
+    for pattern in gate.required:
+        assert gate.failures(replace(good, mnemonics=good.mnemonics - {named(pattern)})) == [f"no {pattern}"]
+    for pattern in gate.forbidden:
+        mnemonic = named(pattern)
+        assert f"has {mnemonic}" in gate.failures(replace(good, mnemonics=good.mnemonics | {mnemonic}))
+    if gate.rule is not None:
+        assert gate.failures(BREAK[gate.because](good)) == [gate.because]
+    assert gate.required or gate.forbidden or gate.rule
+
+
+def test_roles_that_give_nothing_up_or_take_too_much() -> None:
+    gate = next(g for g in GATES if g.because == ROLES)
+    for roles in ((168, 168), (40,), (24, 160), (184, 232)):
+        assert gate.failures(replace(GOOD, roles=roles)) == [ROLES]
+
+
+def test_gates_are_for_their_architecture_and_step() -> None:
+    missing = replace(GOOD, function="step8_cluster_fp16")
+    assert any("MULTICAST" in text for text in check("sm_90a", missing))
+    assert any("2CTA" in text for text in check("sm_100a", missing))
+    assert check("sm_90a", replace(GOOD, function="pack")) == []
+
+
+def test_mnemonics_are_read_with_modifiers() -> None:
+    text = (
+        "        /*0060*/               @P0 EXIT ;\n"
+        "        /*0070*/              @!UP0 SYNCS.EXCH.64 URZ, [UR8+0x10000], UR4 ;\n"
+        "        /*8e30*/                   HGMMA.64x128x16.F32 R88, gdesc[UR4], RZ, !UPT ;\n"
+        '        /*8e40*/                   STL [R1+0x74], R11    (*"SpillRefill"*);\n'
+    )
+    assert mnemonics(text) == ["EXIT", "SYNCS.EXCH.64", "HGMMA.64x128x16.F32", "STL"]
+
+
+def test_tmem_columns_are_summed() -> None:
+    one = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r4], 128;\n"
+    assert tmem_columns(one) == 128
+    assert tmem_columns(f"mov.b32 %r9, 256;\n{one}{one.replace('128', '%r9')}") == 384
+    with pytest.raises(ValueError, match="not a constant"):
+        tmem_columns(one.replace("128", "%r9"))
+
+
+def test_threads_of_an_entry() -> None:
+    assert entries(".visible .entry k(\n.param .b64 p\n)\n.reqntid 128, 2, 1\n{ret;}") == {"k": 256}
+
+
+def test_spilling_code_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    build("sm_90a", modules=["tests.kernels.samples.spill"], root=tmp_path)
+    failed = check("sm_90a", code_of(Libraries("sm_90a", tmp_path), "spill"))
+    assert "uses a stack" in failed
+    assert any(text.startswith("has STL") for text in failed)
+    assert any(text.startswith("has LDL") for text in failed)
+    assert main(["--arch", "sm_90a", "--root", str(tmp_path)]) == 1
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Libraries:
+    """Steps 1 to 8, compiled or from the cache."""
+    pytest.importorskip("cutlass")
+    build("sm_90a", only="step[1-8]_*")
+    return Libraries("sm_90a")
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+def test_hopper_steps_pass_and_no_step_passes_for_another(hopper: Libraries) -> None:
+    codes = {
+        int(name[4]): code_of(hopper, name) for name in hopper.manifest.functions if name.endswith("_fp16")
+    }
+    codes = {number: code for number, code in codes.items() if number <= 8}
+    assert set(codes) == set(range(1, 9))
+    for number, code in codes.items():
+        assert check("sm_90a", code) == [], f"step {number}"
+    for number, other in ((3, 4), (4, 3), (7, 8), (8, 7), (8, 9)):
+        posing = replace(codes[number], function=f"step{other}_posing")
+        assert check("sm_90a", posing), f"the code of step {number} passes for step {other}"
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+def test_bytes_in_docstrings_are_those_of_the_build(hopper: Libraries) -> None:
+    for name, info in hopper.manifest.functions.items():
+        if name.endswith("_fp16") and name[4] in "12345678":
+            source = Path(*info.module.split(".")).with_suffix(".py").read_text()
+            assert f"{info.smem_bytes:,} B." in source, name
