@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 from urllib.parse import parse_qsl
 
@@ -140,7 +140,7 @@ async def decode(transfer: Transfer, scope: Scope, services: Parts, principal: O
             "unsupported_media_type", "bodies are taken as they are, not encoded", field="content-encoding"
         )
     media = (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
-    query = parse_query(scope["query_string"])
+    query: bytes = scope["query_string"]
     decoder = _Decoder(transfer, services, principal.owner, arrived)
     try:
         if media == JSON:
@@ -176,6 +176,12 @@ def parse_query(text: bytes) -> dict[str, str]:
     return fields
 
 
+@lru_cache(maxsize=512)
+def query_fields(text: bytes) -> GemmQuery:
+    """The fields of a binary form. Clients send few different queries, many times."""
+    return validate_query(GemmQuery, parse_query(text))
+
+
 def allocate(services: Parts, nbytes: int, *, owner: str, state: str) -> Slot:
     """A slot, for which cached tensors may have to go."""
     try:
@@ -207,9 +213,9 @@ class _Decoder:
 
     # -- the three forms --------------------------------------------
 
-    async def from_raw(self, query: Mapping[str, str]) -> GemmRequest:
+    async def from_raw(self, query: bytes) -> GemmRequest:
         """A‖B‖C‖bias, each as long as the query says."""
-        fields = validate_query(GemmQuery, query)
+        fields = query_fields(query)
         self.transfer.bound(self.limits.max_body_bytes)
         tensors = await self._pin_references(fields)
         here = _raw_tensors(fields, tensors, self.transfer.content_length)
@@ -226,9 +232,9 @@ class _Decoder:
         await self._receive(here, made)
         return self._request(fields, made, "raw", _handle(fields.out))
 
-    async def from_safetensors(self, query: Mapping[str, str]) -> GemmRequest:
+    async def from_safetensors(self, query: bytes) -> GemmRequest:
         """A header, then the tensors in any order."""
-        fields = validate_query(GemmQuery, query)
+        fields = query_fields(query)
         for name in _RAW_ONLY:
             if getattr(fields, name) is not None:
                 raise unfit(name, f"goes with {RAW}; safetensors says shape and dtype itself")
@@ -243,11 +249,10 @@ class _Decoder:
         await self._receive(here, made)
         return self._request(fields, made, "safetensors", _handle(fields.out))
 
-    async def from_json(self, query: Mapping[str, str]) -> GemmRequest:
+    async def from_json(self, query: bytes) -> GemmRequest:
         """Operands as numbers, base64 or handles."""
-        if query:
-            name = next(iter(query))[:64]
-            raise unfit(name, "stands in the JSON body, not in the query")
+        for name in parse_query(query):
+            raise unfit(name[:64], "stands in the JSON body, not in the query")
         text = await self.transfer.read_all(min(self.limits.max_json_bytes, self.limits.max_body_bytes))
         size = len(text)
         value = await _maybe_thread(size, partial(numbers.loads, text))

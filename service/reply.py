@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import msgspec
@@ -65,6 +66,7 @@ class _Preference:
     specific: int
 
 
+@lru_cache(maxsize=256)
 def negotiate(accept: str | None, default: Form) -> Form:
     """The form to reply in; ServiceError not_acceptable where Accept allows none."""
     if accept is None or not accept.strip():
