@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from service import logs
 from service.errors import CODES, ServiceError
@@ -314,18 +314,6 @@ def check_exposure(settings: Settings, keys: Keys) -> None:
         f"host = {settings.host!r} would let anyone who reaches it use the service: give it keys"
         " (`gemm-service keys add`, then --keys-file), or say --insecure"
     )
-
-
-def untranslated(app: FastAPI) -> None:
-    """Let every exception reach the gate; the framework's own handlers would answer in forms of theirs."""
-    from fastapi.exceptions import RequestValidationError
-    from starlette.exceptions import HTTPException
-
-    async def pass_on(request: Any, error: Exception) -> NoReturn:
-        raise error
-
-    for kind in (HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, pass_on)
 
 
 def _short(send: Send) -> Send:

@@ -15,15 +15,26 @@ _EXAMPLES = """\
 examples:
   gemm-service serve                            serve on http://127.0.0.1:8000
   gemm-service serve --port 0 --workers 1       serve on a free port, which is printed
-  gemm-service keys add alice                   make an API key
+  gemm-service gemm A.npy B.npy -o C.npy        multiply two files
+  gemm-service put weights.npy --name w         keep a matrix on the service ...
+  gemm-service gemm X.npy handle:w -o Y.npy     ... and multiply by it
+  gemm-service variants --choose 4096 4096 4096 see what would run, and why
+  gemm-service bench -m 256 -n 256 -k 256       requests a second, p50, p99, GFLOP/s
 
-`gemm-service COMMAND --help` explains a command.
+Clients find the service at --url or GEMM_URL (http://127.0.0.1:8000 unless set), and send the API key in
+GEMM_KEY. `gemm-service COMMAND --help` explains a command.
 """
 
 #: Command → module here (or `module:function`) and what it does, in the order of the help.
 COMMANDS = {
     "serve": ("serve", "run the service"),
+    "gemm": ("gemm", "multiply matrices from files or handles"),
+    "put": ("tensors:put", "keep a matrix on the service, under a name"),
+    "tensors": ("tensors", "list, fetch and delete kept matrices"),
+    "jobs": ("jobs", "submit jobs, wait for them, fetch their results"),
+    "variants": ("variants", "what can run, and what would run for a problem"),
     "keys": ("keys", "make, list, rotate and revoke API keys"),
+    "bench": ("bench", "a small load generator"),
 }
 
 

@@ -50,11 +50,12 @@ def arguments() -> argparse.ArgumentParser:
                 flag, default=argparse.SUPPRESS, nargs="?", const="true", metavar="BOOL", help=text
             )
             continue
-        default = field.default
-        if default in (0, None, ()) or field.default_factory is not None:
-            told = ""  # the description says what unset means
-        else:
-            told = f" (default: {default})"
+        # Where a default is empty, the description says what that means.
+        told = (
+            ""
+            if field.get_default(call_default_factory=False) in (0, None, ())
+            else f" (default: {field.default})"
+        )
         parser.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text + told)
     return parser
 

@@ -208,7 +208,7 @@ class Operations:
 
     def head(self, name: str, deadline: float) -> Operation[Handle]:
         """What is known of a kept tensor."""
-        reply = yield from attempt(Call("HEAD", _tensor(name)), self._retries, deadline)
+        reply = yield from attempt(Call("HEAD", _tensor(name), (("accept", RAW),)), self._retries, deadline)
         headers = reply.head.headers
         return Handle(
             name,

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from pydantic import BaseModel
 
 from service import gate, keys
@@ -58,12 +59,11 @@ class Guarded(FastAPI):
     """A FastAPI app with the gate outermost, as the service's own."""
 
     def build_middleware_stack(self) -> Any:
-        return Gate(super().build_middleware_stack(), self)
+        return Gate(AsyncExitStackMiddleware(self.router), self)
 
 
 def app_with(settings: Settings) -> Guarded:
     app = Guarded(docs_url=None)
-    gate.untranslated(app)
     app.state.services = Parts(settings, Keys(settings))
 
     @app.get("/health/live")
