@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 from urllib.parse import parse_qsl
+from weakref import WeakKeyDictionary
 
 from service.arena import Slot, Slots
 from service.errors import ServiceError
@@ -33,8 +34,12 @@ RAW = "application/octet-stream"
 #: Operands begin at multiples of this within a slot: what TMA and vector loads like best.
 ALIGN = 256
 
-#: JSON above this is parsed in a thread, so that other requests go on meanwhile.
-_THREAD_BYTES = 1 << 20
+#: JSON above this waits in the arena and is parsed in a thread, so that other requests go on meanwhile.
+_LARGE_JSON = 1 << 20
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+Run = Callable[..., Awaitable[Any]]
 
 _RAW_ONLY = ("a_shape", "b_shape", "c_shape", "dtype", "c_dtype", "bias_dtype")
 
@@ -253,11 +258,30 @@ class _Decoder:
         """Operands as numbers, base64 or handles."""
         for name in parse_query(query):
             raise unfit(name[:64], "stands in the JSON body, not in the query")
-        text = await self.transfer.read_all(min(self.limits.max_json_bytes, self.limits.max_body_bytes))
-        size = len(text)
-        value = await _maybe_thread(size, partial(numbers.loads, text))
-        del text
-        body = validate(GemmBody, value)
+        limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
+        self.transfer.bound(limit)
+        short = bytearray(min(_LARGE_JSON, self.transfer.content_length or _LARGE_JSON))
+        nbytes = await self.transfer.fill(memoryview(short))
+        if not await self.transfer.more():
+            del short[nbytes:]
+            return await self._json_request(short, _run)
+        # A large text waits in the arena, and one at a time is parsed: its objects are many times its size.
+        length = limit if self.transfer.content_length is None else self.transfer.content_length
+        slot = allocate(self.services, length, owner=self.owner, state="request")
+        try:
+            view = slot.view(length)
+            view[:nbytes] = short
+            del short
+            nbytes += await self.transfer.fill(view[nbytes:])
+            if await self.transfer.more():
+                raise ServiceError("too_large", "the body is above the limit", field="body", limit=limit)
+            async with _parsing():
+                return await self._json_request(view[:nbytes], asyncio.to_thread)
+        finally:
+            slot.release()
+
+    async def _json_request(self, text: bytearray | memoryview, run: Run) -> GemmRequest:
+        body = validate(GemmBody, await run(numbers.loads, text))
         tensors: dict[str, Tensor] = {}
         data: dict[str, Any] = {}
         for name in NAMES:
@@ -265,21 +289,21 @@ class _Decoder:
             if isinstance(operand, Handle):
                 tensors[name] = await self._pin(name, operand.handle)
             elif isinstance(operand, Base64):
-                tensors[name], data[name] = numbers.base64(operand.model_dump(), field=name)
+                decoded = partial(numbers.base64, operand.model_dump(), field=name)
+                tensors[name], data[name] = await run(decoded)
         for name in NAMES:
             operand = getattr(body, name)
             if isinstance(operand, list):
                 dtype = given_dtype(tensors)
                 if name in ("c", "bias"):  # cast to the compute type anyway, so nothing is lost on the way
                     dtype = "fp64" if dtype == "fp64" else "fp32"
-                array = await _maybe_thread(size, partial(numbers.array, operand, dtype, field=name))
+                array = await run(partial(numbers.array, operand, dtype, field=name))
                 tensors[name], data[name] = Tensor(dtype, array.shape), array
         made = plan(body, tensors, self.limits)
         self._place({name: tensors[name] for name in data}, made)
         for name, source in data.items():
-            self.bounds[name].view()[:] = (
-                source if isinstance(source, bytes) else source.reshape(-1).view("u1").data
-            )
+            view = self.bounds[name].view()
+            view[:] = source if isinstance(source, bytes) else source.reshape(-1).view("u1").data
         handle = body.out.handle if isinstance(body.out, Handle) else None
         return self._request(body, made, "json", handle)
 
@@ -422,8 +446,14 @@ def _raw_bias(
     return bias if rest > 0 and rest == bias.nbytes else None
 
 
-async def _maybe_thread(nbytes: int, work: Callable[[], Any]) -> Any:
-    """Run `work` here, or in a thread where it takes long enough for others to notice."""
-    if nbytes <= _THREAD_BYTES:
-        return work()
-    return await asyncio.to_thread(work)
+async def _run(work: Callable[..., Any], *args: Any) -> Any:
+    """Run `work` here."""
+    return work(*args)
+
+
+def _parsing() -> asyncio.Semaphore:
+    """This loop's turn to parse a large text."""
+    loop = asyncio.get_running_loop()
+    if loop not in _turns:
+        _turns[loop] = asyncio.Semaphore(1)
+    return _turns[loop]

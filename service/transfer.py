@@ -112,30 +112,35 @@ class Transfer:
         await self.receive_into(memoryview(piece))
         return bytes(piece)
 
-    async def read_all(self, limit: int) -> bytearray:
-        """The whole rest of the body, refused where it is longer than `limit`."""
-        self.bound(limit)
+    async def fill(self, view: memoryview) -> int:
+        """As much of the body's rest as there is, at most the view; the number of bytes."""
         if self.content_length is not None:
-            whole = bytearray(self.content_length - self.received)
-            await self.receive_into(memoryview(whole))
-            return whole
-        whole = bytearray()
-        while await self._refill():
-            if len(whole) + len(self._rest) > limit:
-                raise ServiceError("too_large", "the body is above the limit", field="body", limit=limit)
-            whole += self._rest
-            self.received += len(self._rest)
-            self._rest = memoryview(b"")
+            return await self.receive_into(view[: self.content_length - self.received])
+        at = 0
+        while at < len(view) and await self._refill():
+            at += self._move(view[at:])
+        return at
+
+    async def read_all(self, limit: int) -> bytearray:
+        """The whole rest of the body, refused where it is longer than `limit`; for short bodies."""
+        self.bound(limit)
+        size = limit if self.content_length is None else self.content_length - self.received
+        whole = bytearray(size)
+        nbytes = await self.fill(memoryview(whole))
+        if await self.more():
+            raise ServiceError("too_large", "the body is above the limit", field="body", limit=limit)
+        del whole[nbytes:]
         return whole
+
+    async def more(self) -> bool:
+        """Whether the body goes on."""
+        if self.content_length is not None:
+            return self.content_length > self.received
+        return await self._refill()
 
     async def finish(self) -> None:
         """Refuse bytes that follow what was asked for."""
-        extra = len(self._rest)
-        if self.content_length is not None:
-            extra = self.content_length - self.received
-        elif not extra:
-            extra = len(self._rest) if await self._refill() else 0
-        if extra:
+        if await self.more():
             raise ServiceError(
                 "malformed", f"the body goes on after its {self.received} bytes of tensors", field="body"
             )
@@ -189,11 +194,15 @@ class Transfer:
                 raise ServiceError(
                     "malformed", f"the body is cut short: it ends after {self.received} bytes", field="body"
                 )
-            n = min(len(self._rest), len(view) - at)
-            view[at : at + n] = self._rest[:n]
-            self._rest = self._rest[n:]
-            self.received += n
-            at += n
+            at += self._move(view[at:])
+
+    def _move(self, view: memoryview) -> int:
+        """Copy what is here of `_rest` into the view."""
+        n = min(len(self._rest), len(view))
+        view[:n] = self._rest[:n]
+        self._rest = self._rest[n:]
+        self.received += n
+        return n
 
     async def _refill(self) -> bool:
         """Have bytes in `_rest`; False at the end of the body."""

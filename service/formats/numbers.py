@@ -28,7 +28,7 @@ PIECE = 16384
 _decoder = msgspec.json.Decoder()
 
 
-def loads(text: bytes | bytearray) -> Any:
+def loads(text: bytes | bytearray | memoryview) -> Any:
     """A JSON document, bare NaN, Infinity and numbers beyond fp64 included."""
     try:
         return _decoder.decode(text)

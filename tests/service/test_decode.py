@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -143,6 +144,30 @@ async def test_json_that_means_nothing_is_422_by_field(
 ) -> None:
     body = {"a": [[1, 2], [3, 4]], "b": [[5, 6], [7, 8]]} | change
     problem(await client.post("/gemm", json=body), 422, field)
+
+
+@pytest.mark.parametrize("length", [True, False])
+async def test_large_json_waits_in_the_arena_and_others_go_on(length: bool) -> None:
+    services = Services(max_body_bytes=1 << 23, max_json_bytes=1 << 22)
+    a = random(300, 400)
+    text = json.dumps({"a": a.tolist(), "b": {"b64": "", "dtype": "fp64", "shape": [400, 0]}}).encode()
+    assert len(text) > 1 << 21
+    kind = {"content-type": "application/json"}
+    sizes = {"length": len(text) if length else None}
+    requests = await asyncio.gather(*(decode_bytes(services, text, kind, **sizes) for _ in range(3)))
+    for request in requests:
+        np.testing.assert_array_equal(np.frombuffer(request.a.view()).reshape(300, 400), a)
+        request.release()
+    with pytest.raises(ServiceError) as caught:
+        await decode_bytes(
+            services, text + b" " * (1 << 22), kind, **sizes | ({"length": 1 << 23} if length else {})
+        )
+    assert (caught.value.status, caught.value.limit) == (413, 1 << 22)
+    with pytest.raises(ServiceError) as caught:
+        await decode_bytes(services, text[:-1], kind, **sizes)
+    assert caught.value.status == 400
+    assert services.held == 0
+    services.arena.close()
 
 
 async def test_json_that_cannot_be_parsed_is_400(client: httpx.AsyncClient) -> None:

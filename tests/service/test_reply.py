@@ -11,10 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.errors import ServiceError
+from service.formats import Tensor, numbers, numpy_dtype
 from service.reply import MEDIA, NPY, negotiate
 from service.transfer import EXTENSION, Transfer
 from tests.service.stand_in import Services, app
@@ -205,3 +206,54 @@ async def reply_through(services: Services, native: HeldNative, *, fail: bool = 
     assert Transfer.of(scope, receive, send).content_length is None
     await app(services)(scope, receive, send)
     return sent
+
+
+def read_back(reply: httpx.Response, accept: str, dtype: str) -> np.ndarray[Any, Any]:
+    """D as fp64, whatever form it came in."""
+    kind = numpy_dtype(dtype)
+    if accept == JSON:
+        document = reply.json()
+        return numbers.array(document["d"], "fp64", field="d").reshape(document["shape"])
+    if accept == NPY:
+        return np.load(io.BytesIO(reply.content)).astype("f8")
+    if accept == SAFE:
+        [(_, value)] = safetensors.deserialize(reply.content)
+        return np.frombuffer(bytes(value["data"]), kind).reshape(value["shape"]).astype("f8")
+    shape = [int(dim) for dim in reply.headers["x-gemm-shape"].split("x")]
+    return np.frombuffer(reply.content, kind).reshape(shape).astype("f8")
+
+
+@pytest.mark.ci
+@given(
+    st.lists(st.integers(0, 40), min_size=2, max_size=3),
+    st.sampled_from(["fp16", "bf16", "fp32", "fp64"]),
+    st.lists(st.sampled_from([np.nan, np.inf, -np.inf, -0.0, 1e-45, 65504.0]), max_size=4),
+)
+@settings(max_examples=300, deadline=None)
+async def test_any_result_reads_back_equal_from_every_form(
+    shape: list[int], dtype: str, specials: list[float]
+) -> None:
+    services = Services()
+    values = np.random.default_rng(len(specials)).standard_normal(shape)
+    flat = values.reshape(-1)[: len(specials)]
+    flat[:] = specials[: len(flat)]
+    values = values.astype(numpy_dtype(dtype))
+    # alpha = 0 and beta = 1: D is C.
+    operands = [Tensor(dtype, (*shape[:-2], shape[-2], 0)), Tensor(dtype, (*shape[:-2], 0, shape[-1]))]
+    query = {"alpha": "0", "dtype": dtype, "c_shape": "x".join(map(str, shape))}
+    query |= {f"{name}_shape": "x".join(map(str, t.shape)) for name, t in zip("ab", operands, strict=True)}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app(services)), base_url="http://test"
+    ) as client:
+        for accept in (JSON, SAFE, NPY, RAW):
+            headers = {"content-type": RAW, "accept": accept}
+            reply = await client.post("/gemm", params=query, content=values.tobytes(), headers=headers)
+            if accept == NPY and dtype == "bf16":
+                assert reply.status_code == 406
+                continue
+            assert reply.status_code == 200, reply.text
+            if accept == JSON and 0 in shape[:-1]:
+                continue  # nested lists can't tell an empty tensor's inner sizes
+            np.testing.assert_array_equal(read_back(reply, accept, dtype), values.astype("f8"))
+    assert services.held == 0
+    services.arena.close()
