@@ -65,6 +65,14 @@ class Limits(Protocol):
     def result_ttl_seconds(self) -> float: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose job it is, and how many bytes of tensors and results that owner may keep."""
+
+    name: str
+    share: int | None = None
+
+
 @dataclass(slots=True)
 class Draft:
     """A job on its way in. `holds` keeps its inputs."""
@@ -89,14 +97,17 @@ class _Operands:
     data: dict[str, memoryview] = field(default_factory=dict)
 
 
-async def decode(value: Any, size: int, owner: str, store: TensorStore, limits: Limits, now: float) -> Draft:
+async def decode(
+    value: Any, size: int, owner: Owner, store: TensorStore, limits: Limits, now: float
+) -> Draft:
     """Check a body of `size` bytes of JSON and hold what it needs, inline operands saved."""
     bodies = list(_bodies(value, limits))
-    decoder = _Decoder(Draft(owner), size, store, limits, now)
+    decoder = _Decoder(Draft(owner.name), size, store, limits, now)
     try:
         for position, body in enumerate(bodies):
             with _at(position):
                 await decoder.step(body)
+        store.check_share(owner.name, decoder.draft.nbytes, owner.share)
         await decoder.save()
     except BaseException:
         decoder.draft.release()

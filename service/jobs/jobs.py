@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from service.arena import Slots
 from service.errors import ServiceError
 from service.formats import numbers
-from service.jobs.decode import Draft, Limits, decode
+from service.jobs.decode import Draft, Limits, Owner, decode
 from service.jobs.model import DONE, Job, rows_of
 from service.jobs.runner import Parts, Runner, Supervisor
 from service.journal import JobRow, Journal, Key
@@ -132,8 +132,13 @@ class Jobs:
         finally:
             self._arriving.discard((owner, key))
 
-    async def accept(self, owner: str, body: bytes | bytearray, key: str | None) -> Job:
-        """The job of this body: a new one once it is durable, or that which the key made before."""
+    async def accept(
+        self, owner: str, body: bytes | bytearray, key: str | None, *, share: int | None = None
+    ) -> Job:
+        """The job of this body: a new one once it is durable, or that which the key made before.
+
+        `share` bounds the bytes of tensors and results that the owner keeps.
+        """
         now = self.clock()
         known = None
         if key is not None:
@@ -142,7 +147,7 @@ class Jobs:
             if earlier is not None:
                 return await self.find(owner, earlier)
         value = await _maybe_thread(len(body), lambda: numbers.loads(body))
-        draft = await decode(value, len(body), owner, self.store, self.limits, now)
+        draft = await decode(value, len(body), Owner(owner, share), self.store, self.limits, now)
         return await asyncio.shield(asyncio.create_task(self._accept(draft, known, now)))
 
     async def _accept(self, draft: Draft, key: Key | None, now: float) -> Job:

@@ -77,7 +77,6 @@ async def submit_or_leave(services: Services, transfer: Transfer, work: Work) ->
 async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
     services: Services = scope["app"].state.services
     state: dict[str, Any] = scope["state"]
-    owner = state["principal"].owner
     stages: dict[str, float] = state["stages"]
     started = time.perf_counter()
     transfer = Transfer.of(scope, receive, send)
@@ -95,7 +94,7 @@ async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
         if request.out_handle is None:
             await reply.send(transfer, request, form, outcome, request_id=state["request_id"])
         else:
-            await _keep(services, transfer, request, outcome, owner, state["request_id"])
+            await _keep(services, transfer, request, outcome, state)
     finally:
         # Operands went with the work; the output may still be on its way out of reply.send.
         if not transfer.started or request.out_handle is not None:
@@ -111,15 +110,15 @@ async def _keep(
     transfer: Transfer,
     request: GemmRequest,
     outcome: Outcome,
-    owner: str,
-    request_id: str,
+    state: dict[str, Any],
 ) -> None:
     """Store D under the handle that the request named, and tell where it is."""
     slot, operand = request.out.slot, request.out.operand
     assert slot is not None
     assert request.out_handle is not None
+    principal: Principal = state["principal"]
     entry = await services.store.put(
-        owner,
+        principal.owner,
         request.out_handle,
         slot,
         operand.nbytes,
@@ -127,8 +126,9 @@ async def _keep(
         operand.shape,
         durable=request.durable,
         ttl=request.ttl_seconds,
+        share=principal.quota.store_bytes,
     )
-    await reply.send_stored(transfer, request, entry, outcome, durable=entry.durable, request_id=request_id)
+    await reply.send_stored(transfer, request, entry, outcome, durable=entry.durable, request_id=state["request_id"])
 
 
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

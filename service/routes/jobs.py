@@ -128,7 +128,8 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
     with jobs.arriving(owner, _key(transfer)):
         settings = services.settings
         body = await transfer.read_all(min(settings.max_json_bytes, settings.max_body_bytes))
-        job = await jobs.accept(owner, body, _key(transfer))
+        share = scope["state"]["principal"].quota.store_bytes
+        job = await jobs.accept(owner, body, _key(transfer), share=share)
     location = (b"location", f"/jobs/{job.id}".encode())
     await send_json(transfer, _document(services, job), [location], status=202)
 

@@ -20,6 +20,7 @@ from service.errors import ServiceError
 from service.formats import Tensor, npy, safetensors
 from service.formats.base import checked
 from service.formats.raw import parse_shape
+from service.keys import Principal
 from service.model import NAME, DTypeName, Finite, validate_query
 from service.reply import NPY, send_json
 from service.routes.plain import PlainRoute, plain
@@ -231,13 +232,15 @@ class _Upload:
 
 async def _put(scope: Scope, receive: Receive, send: Send) -> None:
     services: Services = scope["app"].state.services
-    owner = scope["state"]["principal"].owner
+    principal: Principal = scope["state"]["principal"]
+    owner, share = principal.owner, principal.quota.store_bytes
     transfer = Transfer.of(scope, receive, send)
     name = name_in(scope)
     query = validate_query(PutQuery, parse_query(scope["query_string"]))
     conditions = conditions_in(transfer)
     services.store.check(owner, name, conditions)
     services.store.check_room(transfer.content_length or 0)
+    services.store.check_share(owner, transfer.content_length or 0, share)
     existed = services.store.exists(owner, name)
     slot, tensor = await _Upload(transfer, services, owner, query).receive()
     try:
@@ -250,6 +253,7 @@ async def _put(scope: Scope, receive: Receive, send: Send) -> None:
             tensor.shape,
             ttl=query.ttl_seconds,
             conditions=conditions,
+            share=share,
         )
     finally:
         slot.release()

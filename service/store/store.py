@@ -198,6 +198,7 @@ class TensorStore:
         self.memory = Memory(slots, settings.store_memory_bytes, self._evicted_only_copy)
         self.disk_budget = settings.store_disk_bytes
         self.disk_bytes = 0
+        self._by_owner: dict[str, int] = {}
         self.clock = clock
         self._forget = forget
         self._names: Names[Content] = Names()
@@ -224,7 +225,7 @@ class TensorStore:
             content = self._contents[row.id] = Content(replace(row, whole=row.id in whole))
             content.lost = not content.row.whole
             if not content.lost:
-                self.disk_bytes += content.disk_bytes
+                self._charge(content, content.disk_bytes)
         for named in names:
             content = self._contents[named.content]
             content.needs += 1
@@ -312,6 +313,14 @@ class TensorStore:
             raise ServiceError("read_only", "the data folder can't be written")
         if self.disk_bytes + nbytes > self.disk_budget:
             raise ServiceError("no_room", "the store's share of the disk is used up", limit=self.disk_budget)
+
+    def check_share(self, owner: str, nbytes: int, share: int | None) -> None:
+        """Refuse what is beyond an owner's share of the disk, if it has one: quota."""
+        used = self._by_owner.get(owner, 0)
+        if share is not None and used + nbytes > share:
+            raise ServiceError(
+                "quota", f"this key's owner keeps {used} bytes of tensors and results", limit=share
+            )
 
     def exists(self, owner: str, name: str) -> bool:
         """Whether the name means a tensor."""
@@ -411,16 +420,19 @@ class TensorStore:
         durable: bool = True,
         ttl: float | None = None,
         conditions: Conditions = UNCONDITIONAL,
+        share: int | None = None,
     ) -> Entry:
         """Store `nbytes` from `start` of `source` on under `name`; with `durable` once all is synced.
 
         Without, the entry says durable=False, the file follows, and until then the tensor is in the arena
         alone. A slot stays the caller's to release; the store may keep it, as memory of state "tensor". The
-        work goes on if the caller is cancelled. Refused: invalid, precondition_failed, no_room, read_only.
+        work goes on if the caller is cancelled. `share` bounds the bytes that the owner keeps. Refused:
+        invalid, precondition_failed, quota, no_room, read_only.
         """
         if not valid(name):
             raise ServiceError("invalid", f"{name!r} can't be a tensor's name", field="name")
         self.check(owner, name, conditions)
+        self.check_share(owner, nbytes, share)
         content = self._reserve(owner, name, nbytes, dtype, shape)
         hold = Hold(self, content)
         put = self._put_durable if durable else self._put_soon
@@ -571,9 +583,16 @@ class TensorStore:
         id_ = secrets.token_hex(16)
         content = Content(ContentRow(id_, owner, name, "", dtype, shape, nbytes, whole=False))
         self.check_room(content.disk_bytes)
-        self.disk_bytes += content.disk_bytes
+        self._charge(content, content.disk_bytes)
         self._contents[id_] = content
         return content
+
+    def _charge(self, content: Content, nbytes: int) -> None:
+        self.disk_bytes += nbytes
+        owner = content.row.owner
+        self._by_owner[owner] = self._by_owner.get(owner, 0) + nbytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
 
     async def _write(self, content: Content, data: memoryview) -> None:
         row = content.row
@@ -624,7 +643,7 @@ class TensorStore:
     def _lose(self, content: Content) -> None:
         if not content.lost:
             content.lost = True
-            self.disk_bytes -= content.disk_bytes
+            self._charge(content, -content.disk_bytes)
 
     def _drop(self, content: Content) -> None:
         content.needs -= 1
@@ -635,7 +654,7 @@ class TensorStore:
         self._refused.pop(id_, None)
         self.memory.remove(id_)
         if not content.lost:
-            self.disk_bytes -= content.disk_bytes
+            self._charge(content, -content.disk_bytes)
         self._forget(content.tensor)
         if not self._closing:
             self._spawn(self._remove(id_))
