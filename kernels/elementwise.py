@@ -98,16 +98,16 @@ def activate(acc: Array, activation: Activation) -> None:
 
 
 def _gelu(acc: Array) -> None:
-    """½·x·(1 + erf(x/√2)); erfc on the negative side keeps relative accuracy, -inf gives 0 as its limit."""
+    """½·x·(1 + erf(x/√2)); erfc keeps relative accuracy below 0. -inf · 0 is NaN, as in torch."""
     from scipy.special import erfc
 
     weight = erfc(acc * acc.dtype.type(-(0.5**0.5)))
     weight *= acc.dtype.type(0.5)
-    _times_limit(acc, weight)
+    acc *= weight
 
 
 def _silu(acc: Array) -> None:
-    """x / (1 + exp(-x)), by exp(-|x|), which can't overflow; -inf gives 0 as its limit."""
+    """x / (1 + exp(-x)), by exp(-|x|), which can't overflow. -inf · 0 is NaN, as in torch."""
     small = np.abs(acc)
     np.negative(small, out=small)
     np.exp(small, out=small)
@@ -115,12 +115,4 @@ def _silu(acc: Array) -> None:
     weight = np.where(acc < 0, small, one)
     small += one
     weight /= small
-    _times_limit(acc, weight)
-
-
-def _times_limit(acc: Array, weight: Array) -> None:
-    """acc *= weight with -inf · 0 taken as 0."""
-    lowest = np.isneginf(acc)
     acc *= weight
-    if lowest.any():
-        acc[lowest] = acc.dtype.type(-0.0)

@@ -1,0 +1,202 @@
+"""The reference on a GPU: receives a `Problem` and torch tensors on the device, writes D by cuBLAS.
+
+Reduced-precision reductions are off, and fp32 is never TF32 unless the problem asks for it. cuBLAS picks an
+algorithm by shape, so a row's bits may depend on M. With `batch_invariant` every call therefore has
+the same shape: blocks of 256 rows, padded, in buffers of our own; kernels/probe.py tests their bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.device import Device
+from kernels.problem import Activation, BiasDim, DType, Precision, Problem
+
+NAME = "reference-cublas"
+BLOCK_ROWS = 256
+ALIGNED = 256  # bytes; what cuBLAS may choose an algorithm by
+
+_flags = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class Cublas:
+    """cuBLAS, through torch, as a variant of the selector."""
+
+    @property
+    def name(self) -> str:
+        """reference-cublas."""
+        return NAME
+
+    @property
+    def step(self) -> int:
+        """No rung of the ladder."""
+        return 0
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """Every problem, on a real GPU."""
+        if not device.arch.startswith("sm_"):
+            return f"it computes on a GPU, not on {device.arch}"
+        return "cuBLAS does not run on the virtual GPU" if device.virtual else None
+
+    def seconds(self, problem: Problem, device: Device) -> float:
+        """Waves of 128×256 tiles at the sustained rate, or the bytes; more of both in blocks of rows."""
+        dtype = (
+            "tf32" if problem.precision is Precision.TF32 and problem.dtype is DType.FP32 else problem.dtype
+        )
+        peak = device.peak_flops.get(str(dtype), 1e12)
+        tiles = -(-problem.m // 128) * -(-problem.n // 256) * max(problem.batch, 1)
+        waves = -(-tiles // device.sms)
+        work = waves * device.sms * 2.0 * 128 * 256 * problem.k / (0.8 * peak)
+        moved = problem.bytes_read + problem.bytes_written
+        seconds = 4e-6 + max(work, moved / (0.85 * device.bandwidth))
+        if not problem.batch_invariant:
+            return seconds
+        blocks = -(-problem.m // BLOCK_ROWS) * problem.batch
+        one = max(
+            2.0 * BLOCK_ROWS * problem.n * problem.k / (0.7 * peak),
+            problem.k * problem.n * problem.dtype.itemsize / (0.85 * device.bandwidth),
+        )
+        return blocks * (4e-6 + one) + 3 * moved / device.bandwidth
+
+    def order(self, problem: Problem) -> str | None:
+        """One class: calls of one shape."""
+        return f"cublas-{BLOCK_ROWS}"
+
+
+@contextmanager
+def exact_flags(*, tf32: bool = False) -> Iterator[None]:
+    """torch's process-wide settings of cuBLAS as the arithmetic wants them, put back afterwards.
+
+    They are read when a product is queued, so they are held only that long, by one thread at a time.
+    """
+    import torch
+
+    settings: Any = torch.backends.cuda.matmul
+    with _flags:
+        saved = {name: getattr(settings, name) for name in _REDUCTIONS}
+        precision = settings.fp32_precision
+        for name in _REDUCTIONS:
+            setattr(settings, name, False)
+        put_back = _set_tf32(settings, tf32) if (precision == "tf32") != tf32 else None
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(settings, name, value)
+            if put_back is not None:
+                put_back[0](put_back[1])
+
+
+_REDUCTIONS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+
+def _set_tf32(settings: Any, tf32: bool) -> tuple[Any, Any]:
+    """Set it in the style that the process uses (torch refuses a mix); returns how to undo it."""
+    try:
+        before = settings.allow_tf32
+    except RuntimeError:
+        precision = settings.fp32_precision
+        settings.fp32_precision = "tf32" if tf32 else "ieee"
+        return (lambda value: setattr(settings, "fp32_precision", value)), precision
+    settings.allow_tf32 = tf32
+    return (lambda value: setattr(settings, "allow_tf32", value)), before
+
+
+def compute(problem: Problem, a: Any, b: Any, d: Any, c: Any = None, bias: Any = None) -> None:
+    """Write D into `d` on the current stream. a [La, M, K], b [Lb, K, N], c, d [batch, M, N]: any strides."""
+    import torch
+
+    if d.numel() == 0:
+        return
+    tail = problem.epilogue
+    tf32 = problem.precision is Precision.TF32
+    kind = torch.float64 if problem.dtype is DType.FP64 else torch.float32
+    if not tail.reads_ab or problem.k == 0:
+        acc = torch.zeros(d.shape, dtype=kind, device=d.device)
+    elif problem.batch_invariant:
+        acc = torch.empty(d.shape, dtype=kind, device=d.device)
+        with exact_flags(tf32=tf32):
+            for i in range(max(len(a), len(b))):
+                _blocks(a[i % len(a)], b[i % len(b)], acc[i])
+        if max(len(a), len(b)) < len(acc):
+            acc[1:] = acc[0]
+    else:
+        batch = max(len(a), len(b))
+        left, right = a.expand(batch, -1, -1), b.expand(batch, -1, -1)
+        with exact_flags(tf32=tf32):
+            if d.dtype == a.dtype and _plain(problem) and batch == len(d):
+                _product(left, right, d)
+                return
+            acc = torch.empty((batch, *d.shape[1:]), dtype=kind, device=d.device)
+            _product(left, right, acc)
+        if batch < len(d):
+            acc = acc.expand(d.shape).clone()
+    d.copy_(_epilogue(problem, acc, c, bias))
+
+
+def _plain(problem: Problem) -> bool:
+    tail = problem.epilogue
+    return tail.alpha == 1.0 and not tail.reads_c and tail.bias is None and tail.activation is Activation.NONE
+
+
+def _product(a: Any, b: Any, out: Any) -> None:
+    """out = a·b for matrices or batches; halves may go to fp32, unrounded."""
+    import torch
+
+    name = torch.ops.aten.mm if out.dim() == 2 else torch.ops.aten.bmm
+    if out.dtype == a.dtype:
+        name.out(a, b, out=out)
+    else:
+        name.dtype_out(a, b, out.dtype, out=out)
+
+
+def _blocks(a: Any, b: Any, acc: Any) -> None:
+    """Products of one shape, whatever M: rows padded to blocks, every operand aligned and dense alike."""
+    import torch
+
+    m, k = a.shape
+    padded = -(-m // BLOCK_ROWS) * BLOCK_ROWS
+    if padded != m or not a.is_contiguous() or a.data_ptr() % ALIGNED:
+        rows = torch.zeros((padded, k), dtype=a.dtype, device=a.device)
+        rows[:m] = a
+    else:
+        rows = a
+    if not (b.is_contiguous() or b.t().is_contiguous()) or b.data_ptr() % ALIGNED:
+        b = b.clone(memory_format=torch.contiguous_format)
+    whole = acc
+    if padded != m or not acc.is_contiguous() or acc.data_ptr() % ALIGNED:
+        whole = torch.empty((padded, acc.shape[1]), dtype=acc.dtype, device=acc.device)
+    for start in range(0, padded, BLOCK_ROWS):
+        _product(rows[start : start + BLOCK_ROWS], b, whole[start : start + BLOCK_ROWS])
+    if whole is not acc:
+        acc.copy_(whole[:m])
+
+
+def _epilogue(problem: Problem, acc: Any, c: Any, bias: Any) -> Any:
+    """act(alpha·acc + beta·C + bias) in the compute type, in place."""
+    import torch
+
+    tail = problem.epilogue
+    if tail.reads_ab and tail.alpha != 1.0:
+        acc.mul_(tail.alpha)
+    if tail.reads_c:
+        acc.add_(c.to(acc.dtype), alpha=tail.beta)
+    if tail.bias is not None:
+        line = bias.to(acc.dtype)
+        acc.add_(line if tail.bias is BiasDim.N else line[:, None])
+    if tail.activation is Activation.RELU:
+        return torch.relu_(acc)
+    if tail.activation is Activation.GELU:
+        return torch.nn.functional.gelu(acc)
+    if tail.activation is Activation.SILU:
+        return torch.nn.functional.silu(acc, inplace=True)
+    return acc

@@ -1,0 +1,30 @@
+"""Which variants there are: receives an architecture, hands on the candidates of the selector, in order.
+
+Imports neither torch nor the compiler: what a variant is and how long it may take is known without either.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from kernels import reference
+from kernels.cublas import Cublas
+from kernels.selector import Variant
+
+FOLDERS = {"sm_90a": "hopper", "sm_100a": "blackwell", "sm_103a": "blackwell"}
+
+
+def own(arch: str) -> tuple[Variant, ...]:
+    """The Step 9 family of an architecture; none where there is none."""
+    name = f"kernels.{FOLDERS.get(arch, 'nothing')}.variants"
+    if arch not in FOLDERS or find_spec(name) is None:
+        return ()
+    return tuple(import_module(name).variants())
+
+
+def variants(arch: str) -> tuple[Variant, ...]:
+    """Own variants, then the reference."""
+    if arch == "cpu":
+        return reference.variants()
+    return (*own(arch), Cublas())

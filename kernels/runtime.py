@@ -1,0 +1,332 @@
+"""Own kernels on a GPU: receives a `Problem` and torch tensors, chooses a variant, packs, launches.
+
+A `Runtime` stands for one GPU of this process: its description, the libraries built for it, which variants
+may run and why the others may not, a table of measured times. The service's worker has one; `kernels.gemm`
+keeps one a device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from kernels import cublas, family
+from kernels.call import Compiled, Strides, code_of
+from kernels.device import Device, describe_cuda
+from kernels.libraries import FunctionInfo, Libraries, NotBuilt, UntrustedFolder
+from kernels.problem import DType, Problem
+from kernels.selector import Choice, Variant, choose, invariant_class
+
+log = logging.getLogger("gemm.kernels")
+
+REGISTERS = 65_536  # of an SM
+THREADS = 2_048
+SMEM_RESERVED = 1_024  # a block's, beside its own
+TMA_BYTES = 16  # TMA addresses rows and starts in multiples of this
+PLANS = 4_096
+
+Check = Callable[["Runtime", Variant, Problem], str | None]
+
+
+class NotLoaded(RuntimeError):
+    """A kernel is wanted inside a CUDA graph's capture that was never run before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Device tensors of one product as [batch or 1, rows, columns] views; `d` may be `c`."""
+
+    a: Any
+    b: Any
+    d: Any
+    c: Any = None
+    bias: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A loaded function and the blocks of it that the GPU holds at once."""
+
+    call: Callable[..., Any]
+    ctas: int
+
+
+class Runtime:
+    """One GPU: chooses and runs products. Safe for threads; work goes to the caller's current stream."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        libraries: Libraries | None = None,
+        variants: Sequence[Variant] | None = None,
+        check: Check | None = None,
+        place: str = "cuda",
+    ) -> None:
+        self.device = device
+        self.place = place
+        self.libraries = libraries or Libraries(device.arch)
+        self.variants: tuple[Variant, ...] = tuple(variants or family.variants(device.arch))
+        self._by_name = {each.name: each for each in self.variants}
+        self._barred: dict[str, str] = {}
+        self._table: dict[str, float] = {}
+        self._ready: dict[str, _Ready] = {}
+        self._proven: set[str] = set()
+        self._check = check
+        self._lock = threading.RLock()
+        self._plan = lru_cache(PLANS)(self._choose_now)
+        self._class = lru_cache(PLANS)(self._class_now)
+        self._bar_unbuilt()
+
+    @classmethod
+    def of(cls, index: int, root: Path | None = None) -> Runtime:
+        """The GPU `index`, with its own kernels where they are built and may be loaded."""
+        device = describe_cuda(index)
+        libraries = Libraries(device.arch, root)
+        return cls(device, libraries=libraries, check=check_function, place=f"cuda:{index}")
+
+    @property
+    def build_hash(self) -> str:
+        """Changes with every library that is built."""
+        return self.libraries.manifest.build_hash
+
+    @property
+    def barred(self) -> Mapping[str, str]:
+        """Variants that may not run, and why."""
+        return dict(self._barred)
+
+    def bar(self, variant: str, because: str) -> None:
+        """Keep a variant from running: it was wrong, hung, faulted, or has not been proven yet."""
+        with self._lock:
+            self._barred[variant] = because
+            self._forget_plans()
+
+    def admit(self, variant: str, *, proven: bool = False) -> None:
+        """Let a variant run. `proven`: a self-test on this device was passed, so none is made before use."""
+        with self._lock:
+            self._barred.pop(variant, None)
+            if proven:
+                self._proven.add(variant)
+            self._forget_plans()
+
+    def measured(self, table: Mapping[str, float]) -> None:
+        """Use these times, in seconds by `selector.table_key`, in place of estimates."""
+        with self._lock:
+            self._table = dict(table)
+            self._forget_plans()
+
+    def choose(self, problem: Problem, variant: str = "auto") -> Choice:
+        """The variant to run, and why. Raises Unsupported."""
+        return self._plan(_kind(problem), variant)
+
+    def run(self, problem: Problem, operands: Operands, variant: str = "auto") -> Choice:
+        """Queue D on the current stream. `problem` describes the operands as they lie. Raises Unsupported."""
+        tidy = _as_packed(problem)
+        while True:
+            choice = self.choose(tidy, variant)
+            if choice.variant == cublas.NAME:
+                cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
+                return choice
+            chosen = self._by_name[choice.variant]
+            wrong = self._unproven(chosen, tidy)
+            if wrong is None:
+                self.launch(chosen, problem, operands)
+                return choice
+            log.error("variant %s is quarantined: %s", choice.variant, wrong)
+            self.bar(choice.variant, wrong)
+
+    def launch(self, variant: Variant, problem: Problem, operands: Operands) -> None:
+        """Queue one own variant, packing A and B where TMA can't address them."""
+        compiled = cast(Compiled, variant)
+        a, b = packed(operands.a), packed(operands.b)
+        fitting = _as_packed(problem)
+        ready = self._load(compiled.function(fitting))
+        d, c, bias = operands.d, operands.c, operands.bias
+        tail = problem.epilogue
+        ready.call(
+            a,
+            b,
+            d.data_ptr(),
+            *d.stride(),
+            c.data_ptr() if tail.reads_c else 0,
+            *(c.stride() if tail.reads_c else (0, 0, 0)),
+            bias.data_ptr() if tail.bias is not None else 0,
+            tail.alpha,
+            tail.beta,
+            code_of(problem, c=_dtype_of(c), bias=_dtype_of(bias)),
+            problem.batch,
+            ready.ctas,
+            compiled.raster(fitting, self.device),
+        )
+
+    def load_all(self) -> int:
+        """Load every function of variants that may run, so that capture and first use wait for none."""
+        names = list(self.libraries.manifest.functions)
+        for name in names:
+            self._load(name)
+        return len(names)
+
+    def _load(self, name: str) -> _Ready:
+        ready = self._ready.get(name)
+        if ready is None:
+            if _capturing():
+                raise NotLoaded(f"{name} must have run once before a CUDA graph is captured with it")
+            call = self.libraries.load(name)
+            ready = self._ready[name] = _Ready(call, resident_blocks(self.libraries.info(name), self.device))
+        return ready
+
+    def _unproven(self, variant: Variant, problem: Problem) -> str | None:
+        """Why the variant's function may not be trusted; None where it was seen right on this device."""
+        name = cast(Compiled, variant).function(problem)
+        if self._check is None or variant.name in self._proven or name in self._proven:
+            return None
+        if _capturing():
+            raise NotLoaded(f"{name} must have run once before a CUDA graph is captured with it")
+        with self._lock:
+            because = self._check(self, variant, problem)
+            if because is None:
+                self._proven.add(name)
+            return because
+
+    def _bar_unbuilt(self) -> None:
+        functions = self.libraries.manifest.functions
+        for each in self.variants:
+            if each.name == cublas.NAME:
+                continue
+            if not functions:
+                self._barred[each.name] = f"no kernels are built for {self.device.arch}"
+
+    def _forget_plans(self) -> None:
+        self._plan.cache_clear()
+        self._class.cache_clear()
+
+    def _class_now(self, problem: Problem) -> str | None:
+        return invariant_class(problem, self.device, variants=self.variants, barred=self._barred)
+
+    def _choose_now(self, problem: Problem, variant: str) -> Choice:
+        order = None
+        if problem.batch_invariant and variant == "auto":
+            order = self._class(replace(problem, m=1, batch=1))
+        barred = dict(self._barred)
+        while True:
+            choice = choose(
+                problem,
+                self.device,
+                self._table,
+                variants=self.variants,
+                barred=barred,
+                invariant_order=order,
+                variant=variant,
+            )
+            missing = self._missing(choice.variant, problem)
+            if missing is None:
+                return choice
+            barred[choice.variant] = missing
+
+    def _missing(self, variant: str, problem: Problem) -> str | None:
+        """Why the library can't serve a variant for this problem, if so: not built, or not to be trusted."""
+        if variant == cublas.NAME:
+            return None
+        try:
+            name = cast(Compiled, self._by_name[variant]).function(problem)
+            self.libraries.info(name)
+        except (NotBuilt, UntrustedFolder) as reason:
+            return str(reason)
+        return None
+
+
+def resident_blocks(info: FunctionInfo, device: Device) -> int:
+    """Thread blocks of a function that the device holds at once."""
+    per_sm = min(
+        REGISTERS // max(info.registers * info.threads, 1),
+        THREADS // max(info.threads, 1),
+        (device.smem_bytes + SMEM_RESERVED) // (info.smem_bytes + SMEM_RESERVED),
+    )
+    return device.sms * max(1, per_sm)
+
+
+def _kind(problem: Problem) -> Problem:
+    """What the choice depends on: of alpha and beta, whether they are 0, and 1."""
+    tail = problem.epilogue
+    plain = replace(tail, alpha=min(abs(tail.alpha), 1.0) and 1.0, beta=1.0 if tail.reads_c else 0.0)
+    return replace(problem, epilogue=plain)
+
+
+def _as_packed(problem: Problem) -> Problem:
+    """The problem that an own kernel sees: leading dimensions of A and B in multiples of 16 bytes."""
+    lda, ldb, _, _ = problem.leading
+    step = TMA_BYTES // problem.dtype.itemsize or 1
+    if lda % step or ldb % step:
+        return replace(problem, lda=-(-lda // step) * step, ldb=-(-ldb // step) * step)
+    return problem
+
+
+def packed(x: Any) -> Any:
+    """`x` [layers, rows, columns] as a kernel takes it: itself where TMA can address it, else a copy with row
+    pitch in multiples of 16 bytes. Strides of size-1 dimensions are made regular.
+    """
+    import torch
+
+    layers, rows, columns = x.shape
+    batch, row, column = x.stride()
+    size = x.element_size()
+    by_column = (
+        column != 1 and (row == 1 or rows == 1) and not (columns == 1 and row % (TMA_BYTES // size) == 0)
+    )
+    strides = Strides(batch, row, column).normal(layers, rows, columns, column_major=by_column)
+    inner, outer = (strides.row, strides.column) if by_column else (strides.column, strides.row)
+    fits = inner == 1 and not any(
+        value * size % TMA_BYTES for value in (outer, strides.batch)
+    ) and not x.data_ptr() % TMA_BYTES  # fmt: skip
+    if fits and outer > 0:
+        wanted = (strides.batch, strides.row, strides.column)
+        return x if wanted == (batch, row, column) else x.as_strided(x.shape, wanted)
+    pitch = -(-(rows if by_column else columns) * size // TMA_BYTES) * TMA_BYTES // size
+    lines = columns if by_column else rows
+    room = torch.empty((layers, lines, pitch), dtype=x.dtype, device=x.device)
+    copy = room[..., :rows].transpose(1, 2) if by_column else room[..., :columns]
+    copy.copy_(x)
+    return packed(copy)
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())
+
+
+def _dtype_of(x: Any) -> DType | None:
+    return None if x is None else dtype_of(x)
+
+
+def dtype_of(x: Any) -> DType:
+    """The service's name of a torch tensor's dtype."""
+    import torch
+
+    names = {
+        torch.float16: DType.FP16,
+        torch.bfloat16: DType.BF16,
+        torch.float32: DType.FP32,
+        torch.float64: DType.FP64,
+    }
+    if x.dtype not in names:
+        raise TypeError(f"there are fp16, bf16, fp32 and fp64, not {x.dtype}")
+    return names[x.dtype]
+
+
+def check_function(runtime: Runtime, variant: Variant, problem: Problem) -> str | None:
+    """Run the variant's function for such a problem on small operands; why it is wrong, or None."""
+    from kernels.selftest import failure
+
+    return failure(runtime, variant, problem)
+
+
+@lru_cache(maxsize=16)
+def runtime(index: int) -> Runtime:
+    """The runtime of GPU `index` of this process."""
+    return Runtime.of(index)

@@ -1,0 +1,164 @@
+"""Is a variant right on this very device? Receives a `Runtime` and a variant, hands on why not, or None.
+
+Two questions: does it compute what the API's error bound allows, in every type and layout that it is compiled
+for; and do rows keep their bits alone, stacked, and from one variant to another of its class.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.elementwise import NUMPY, Array
+from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
+from kernels.selector import Variant
+from kernels.verify import check
+
+if TYPE_CHECKING:
+    from kernels.runtime import Runtime
+
+# M, N, K: several tiles with ragged edges and a ring that wraps; few rows; one row and a long K.
+SHAPES = ((392, 520, 712), (24, 520, 712), (1, 264, 1096))
+TAILS = (
+    Epilogue(),
+    Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N, activation=Activation.GELU),
+)
+STACK_SHAPE = (520, 1096)  # N, K of the test of bits
+STACK_ROWS = 300
+
+
+def kinds() -> Iterator[Problem]:
+    """Every combination of types and layouts that a function may be compiled for."""
+    halves = (DType.FP16, DType.BF16)
+    for dtype, trans_a, trans_b in itertools.product(halves, (False, True), (False, True)):
+        for out_dtype in (dtype, DType.FP32):
+            yield Problem(1, 1, 1, dtype=dtype, out_dtype=out_dtype, trans_a=trans_a, trans_b=trans_b)
+
+
+def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
+    """Why the variant is wrong for problems of these types, layouts and alignment; None where it is right."""
+    ran = False
+    for (m, n, k), tail in itertools.product(SHAPES, TAILS):
+        problem = replace(
+            kind, m=m, n=n, k=k, batch=1, lda=0, ldb=0, ldc=0, ldd=0, epilogue=tail,
+            a_broadcast=False, b_broadcast=False,
+        )  # fmt: skip
+        if variant.unsupported(problem, runtime.device) is not None:
+            continue
+        ran = True
+        because = _wrong(runtime, variant, problem)
+        if because is not None:
+            return because
+    return None if ran else "no problem of the self-test fits it"
+
+
+def _wrong(runtime: Runtime, variant: Variant, problem: Problem) -> str | None:
+    a, b, c, bias = host_operands(problem)
+    got = launch(runtime, variant, problem, a, b, c, bias)
+    verdict = check(problem, got, a, b, c, bias)
+    if verdict.ok:
+        return None
+    return (
+        f"wrong at {problem.m}×{problem.n}×{problem.k} {problem.dtype}>{problem.out_dtype}: {verdict.detail}"
+    )
+
+
+def host_operands(problem: Problem, seed: int = 11) -> tuple[Array, Array, Array | None, Array | None]:
+    """Operands as stored, drawn from a normal distribution."""
+    random = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> Array:
+        return random.standard_normal(shape).astype(np.float32).astype(NUMPY[problem.dtype])
+
+    m, n, k, tail = problem.m, problem.n, problem.k, problem.epilogue
+    return (
+        draw(k, m) if problem.trans_a else draw(m, k),
+        draw(n, k) if problem.trans_b else draw(k, n),
+        draw(m, n) if tail.c else None,
+        draw(n if tail.bias is BiasDim.N else m) if tail.bias is not None else None,
+    )
+
+
+def launch(
+    runtime: Runtime,
+    variant: Variant,
+    problem: Problem,
+    a: Array,
+    b: Array,
+    c: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """D of one variant, computed on the device, on the host."""
+    import torch
+
+    from kernels.runtime import Operands
+
+    left, right = (to_device(x, runtime.place)[None] for x in (a, b))
+    left = left.transpose(1, 2) if problem.trans_a else left
+    right = right.transpose(1, 2) if problem.trans_b else right
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.out_dtype]
+    # rows of D that nobody wrote must not pass: NaN is no result of these operands
+    d = torch.full((1, problem.m, problem.n), torch.nan, dtype=kind, device=runtime.place)
+    third = None if c is None else to_device(c, runtime.place)[None]
+    line = None if bias is None else to_device(bias, runtime.place)
+    runtime.launch(variant, problem, Operands(left, right, d, third, line))
+    return to_host(d[0])
+
+
+def to_device(x: Array, place: str) -> Any:
+    """A torch tensor of a numpy array; bfloat16 by its bits."""
+    import torch
+
+    if x.dtype == NUMPY[DType.BF16]:
+        return torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16).to(place)
+    return torch.from_numpy(x.copy()).to(place)
+
+
+def to_host(x: Any) -> Array:
+    """A numpy array of a torch tensor; bfloat16 by its bits."""
+    import torch
+
+    x = x.detach().cpu()
+    if x.dtype == torch.bfloat16:
+        bits: Array = x.contiguous().view(torch.uint16).numpy()
+        return bits.view(NUMPY[DType.BF16])
+    array: Array = x.numpy()
+    return array
+
+
+def bits_differ(runtime: Runtime, variant: Variant, like: Variant) -> str | None:
+    """Why rows of the variant don't have the bits that its class promises; None where they do.
+
+    `like` is the class's first variant. Rows alone, in stacks of other sizes and at other places are
+    compared.
+    """
+    n, k = STACK_SHAPE
+    for dtype in (DType.FP16, DType.BF16):
+        whole = Problem(STACK_ROWS, n, k, dtype=dtype, out_dtype=DType.FP32, trans_b=True)
+        a, b, _, _ = host_operands(whole)
+        want = _rows(runtime, like, whole, a, b)
+        for start, stop in ((0, STACK_ROWS), (0, 1), (17, 33), (130, 259)):
+            part = replace(whole, m=stop - start)
+            if variant.unsupported(part, runtime.device) is not None:
+                continue
+            got = launch(runtime, variant, part, a[start:stop], b)
+            if got.tobytes() != want[start:stop].tobytes():
+                rows = f"rows {start} to {stop} of {STACK_ROWS}"
+                return f"{rows} have other bits than {like.name} gives them ({dtype}, N {n}, K {k})"
+    return None
+
+
+def _rows(runtime: Runtime, variant: Variant, whole: Problem, a: Array, b: Array) -> Array:
+    """All rows by one variant, in stacks as large as it takes."""
+    step = whole.m
+    while step > 1 and variant.unsupported(replace(whole, m=step), runtime.device) is not None:
+        step = (step + 1) // 2
+    parts = [
+        launch(runtime, variant, replace(whole, m=len(a[i : i + step])), a[i : i + step], b)
+        for i in range(0, whole.m, step)
+    ]
+    return np.concatenate(parts)

@@ -1,0 +1,158 @@
+"""kernels.gemm on the CPU: any strides, batches, epilogues; what can't be meant is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import kernels  # noqa: E402
+from kernels.api import choice_for, overlap  # noqa: E402
+from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
+from kernels.selftest import to_host  # noqa: E402
+from kernels.verify import check  # noqa: E402
+
+DTYPES = {
+    torch.float16: DType.FP16,
+    torch.bfloat16: DType.BF16,
+    torch.float32: DType.FP32,
+    torch.float64: DType.FP64,
+}
+
+
+def draw(*shape: int, dtype: Any = torch.float32, seed: int = 0) -> Any:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def views(x: Any) -> dict[str, Any]:
+    """The same matrix in other strides."""
+    wide = torch.zeros(*x.shape[:-1], x.shape[-1] * 2, dtype=x.dtype)
+    wide[..., ::2] = x
+    pitched = torch.zeros(*x.shape[:-1], x.shape[-1] + 5, dtype=x.dtype)
+    pitched[..., : x.shape[-1]] = x
+    return {
+        "compact": x,
+        "transposed": x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "apart": wide[..., ::2],
+        "pitched": pitched[..., : x.shape[-1]],
+    }
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("name", ["compact", "transposed", "apart", "pitched"])
+def test_strides_and_types(dtype: Any, name: str) -> None:
+    a, b = draw(2, 17, 30, dtype=dtype), draw(30, 19, dtype=dtype, seed=1)
+    got = kernels.gemm(views(a)[name], views(b)[name], bias=draw(17, seed=2), bias_dim="m", activation="gelu")
+    problem = Problem(
+        17, 19, 30, 2, DTYPES[dtype], DTYPES[dtype],
+        epilogue=Epilogue(bias=BiasDim.M, activation=Activation.GELU), b_broadcast=True,
+    )  # fmt: skip
+    assert got.shape == (2, 17, 19)
+    assert check(problem, to_host(got), to_host(a), to_host(b), None, to_host(draw(17, seed=2))).ok
+
+
+def test_two_dimensions_stay_two() -> None:
+    a, b = draw(5, 7), draw(7, 3)
+    assert kernels.gemm(a, b).shape == (5, 3)
+    assert kernels.gemm(a[None], b).shape == (1, 5, 3)
+    assert kernels.gemm(a, b, out_dtype=torch.float16).dtype is torch.float16
+
+
+def test_out_may_be_c() -> None:
+    a, b, c = draw(20, 30), draw(30, 40, seed=1), draw(20, 40, seed=2)
+    want = kernels.gemm(a, b, c=c, beta=0.5)
+    got = kernels.gemm(a, b, c=c, beta=0.5, out=c)
+    assert got is c
+    assert torch.equal(got, want)
+
+
+def test_out_may_overlap_c_otherwise() -> None:
+    room = draw(21, 40)
+    a, b = draw(20, 30), draw(30, 40, seed=1)
+    want = kernels.gemm(a, b, c=room[1:].clone())
+    assert torch.equal(kernels.gemm(a, b, c=room[1:], out=room[:-1]), want)
+
+
+@pytest.mark.parametrize(("shape", "empty"), [((0, 4, 5), True), ((4, 0, 5), True), ((4, 5, 0), False)])
+def test_empty(shape: tuple[int, int, int], empty: bool) -> None:
+    m, n, k = shape
+    got = kernels.gemm(draw(m, k), draw(k, n), bias=torch.ones(n))
+    assert got.shape == (m, n)
+    assert empty or bool((got == 1).all())
+
+
+def test_size_one_dimensions_with_odd_strides() -> None:
+    a = draw(1, 9).as_strided((1, 9), (7777, 1))
+    b = draw(9, 1).as_strided((9, 1), (1, 5))
+    assert torch.allclose(kernels.gemm(a, b), a @ b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"b": draw(4, 4, dtype=torch.float64)}, TypeError, "share a dtype"),
+        ({"b": draw(5, 4)}, ValueError, "K = 4"),
+        ({"b": [1.0]}, TypeError, "torch tensor"),
+        ({"a": torch.ones(4, 4, dtype=torch.int32)}, TypeError, "not torch.int32"),
+        ({"a": draw(4)}, ValueError, "dimensions"),
+        ({"beta": 1.0}, ValueError, "no c"),
+        ({"c": draw(3, 4)}, ValueError, "c is"),
+        ({"bias": draw(5)}, ValueError, "bias has shape"),
+        ({"bias_dim": "k", "bias": draw(4)}, ValueError, "'k'"),
+        ({"activation": "tanh"}, ValueError, "tanh"),
+        ({"out": draw(4, 4), "out_dtype": torch.float16}, TypeError, "out_dtype"),
+        ({"out": draw(2, 4, 4)}, ValueError, "out has shape"),
+        ({"out": draw(4, 1).expand(4, 4)}, ValueError, "share memory"),
+        ({"a": draw(2, 4, 4), "b": draw(3, 4, 4)}, ValueError, "batch sizes"),
+        ({"variant": "step9-999x999"}, Unsupported, "does not exist"),
+    ],
+)
+def test_refused(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        kernels.gemm(**({"a": draw(4, 4), "b": draw(4, 4)} | arguments))
+
+
+def test_out_that_overlaps_an_input_is_refused() -> None:
+    room = draw(8, 20)
+    with pytest.raises(ValueError, match="overlaps a"):
+        kernels.gemm(room[:, :8], draw(8, 8), out=room[:, 6:14])
+    kernels.gemm(room[:, :8], draw(8, 8), out=room[:, 8:16])  # side by side
+
+
+def test_overlap_agrees_with_counting_bytes() -> None:
+    cuts = [slice(0, 3), slice(2, 6), slice(3, 6), slice(0, 6)]
+    room = torch.arange(60.0).reshape(1, 6, 10)
+    for rows, columns, other_rows, other_columns in itertools.product(cuts, repeat=4):
+        x, y = room[:, rows, columns], room[:, other_rows, other_columns]
+        shared = bool(set(x.flatten().tolist()) & set(y.flatten().tolist()))
+        # views of one pitch that don't share rows may be told to overlap only where they share columns
+        assert overlap(x, y) or not shared
+        apart = not set(range(6)[columns]) & set(range(6)[other_columns])
+        if apart:
+            assert not overlap(x, y)
+
+
+def test_rows_have_equal_bits_in_any_stack() -> None:
+    a, b = draw(64, 333), draw(333, 21, seed=1)
+    whole = kernels.gemm(a, b)
+    for start, stop in ((0, 1), (5, 22), (63, 64)):
+        assert torch.equal(kernels.gemm(a[start:stop], b), whole[start:stop])
+
+
+def test_choice_says_what_would_run() -> None:
+    choice = choice_for(Problem(64, 64, 64, dtype=DType.FP32, out_dtype=DType.FP32))
+    assert choice.variant in {"reference-torch", "reference-numpy"}
+    assert choice.why
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    modules = "kernels, kernels.selector, kernels.reference, kernels.family, kernels.verify"
+    subprocess.run(
+        [sys.executable, "-c", f"import {modules}, sys; assert 'torch' not in sys.modules"], check=True
+    )
