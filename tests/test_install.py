@@ -1,0 +1,155 @@
+"""From a clean checkout: the light install, the demo, the Dockerfile's steps and the README's commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.service.real import running
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.ci
+
+
+def run(command: list[str] | str, cwd: Path, *, seconds: float = 600, **environ: str) -> str:
+    """Run in an environment without this one's virtual environment; the output, also of a failure."""
+    env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**env, **environ},
+        shell=isinstance(command, str),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files as they are now, elsewhere."""
+    target = tmp_path_factory.mktemp("clone") / "gemm"
+    names = run(["git", "ls-files", "-z"], ROOT).split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+@pytest.fixture(scope="module")
+def demo(clone: Path) -> str:
+    """`make demo` on a fresh machine."""
+    return run(["make", "demo", f"PYTHON={sys.executable}"], clone)
+
+
+def test_make_demo_installs_no_torch_and_multiplies(clone: Path, demo: str) -> None:
+    listed = run([str(clone / ".venv/bin/python"), "-m", "pip", "list"], clone)
+    assert not re.search(r"^(torch|nvidia-\S+) ", listed, re.MULTILINE)
+    assert "gemm-service" in listed
+    assert "reference-numpy" in demo
+
+
+def test_a_second_demo_takes_under_15_seconds(clone: Path, demo: str) -> None:
+    started = time.monotonic()
+    run(["make", "demo", f"PYTHON={sys.executable}"], clone)
+    assert time.monotonic() - started < 15
+
+
+def test_the_installed_command_serves_from_any_folder(clone: Path, demo: str, tmp_path: Path) -> None:
+    command = str(clone / ".venv/bin/gemm-service")
+    assert re.search(r"\d+\.\d+", run([command, "--version"], tmp_path))
+    assert "--port" in run([command, "serve", "--help"], tmp_path)
+
+
+def test_the_wheel_holds_what_the_service_needs(clone: Path, demo: str, tmp_path: Path) -> None:
+    python = str(clone / ".venv/bin/python")
+    run([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), "."], clone)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(run([python, "-m", "zipfile", "-l", str(wheel)], tmp_path).split())
+    for needed in ("service/app.py", "service/py.typed", "kernels/selector.py", "kernels/py.typed"):
+        assert needed in names
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_the_dockerfile_is_clean() -> None:
+    run([str(Path(sys.executable).parent / "hadolint"), "Dockerfile"], ROOT)
+
+
+def test_the_cpu_images_steps_run_in_a_clean_folder(clone: Path, tmp_path: Path) -> None:
+    """What `COPY` brings and `RUN` does in the build stage of target cpu, without torch's download."""
+    text = (ROOT / "Dockerfile").read_text()
+    stage = text[text.index(" AS build\n") : text.index(" AS build-cpu")]
+    source = tmp_path / "src"
+    source.mkdir()
+    for line in re.findall(r"^COPY (.+)$", stage, re.MULTILINE):
+        *names, target = line.split()
+        for name in names:
+            into = source / target if target != "./" else source / name
+            if (clone / name).is_dir():
+                shutil.copytree(clone / name, into)
+            else:
+                shutil.copy2(clone / name, into)
+    venv = tmp_path / "venv"
+    run([sys.executable, "-m", "venv", str(venv)], source)
+    run([str(venv / "bin/pip"), "install", "-q", "-c", "constraints.txt", "."], source)
+    assert re.search(r"\d+\.\d+", run([str(venv / "bin/gemm-service"), "--version"], tmp_path))
+
+
+def blocks(language: str) -> list[str]:
+    """Code blocks of the README."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_readmes_curl_commands_answer(tmp_path: Path) -> None:
+    import numpy as np
+
+    (commands,) = [block for block in blocks("sh") if "curl" in block]
+    rng = np.random.default_rng(1)
+    a, weight = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 32)).astype(np.float32)
+    a.tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "weight.npy", weight)
+    with running(tmp_path / "data") as service:
+        service.ready()
+        script = commands.replace("http://127.0.0.1:8000", service.url).replace("curl -s", "curl -sS --fail-with-body")
+        output = run("set -e\n" + script, tmp_path)
+    assert '"d":[[2.0,4.0],[6.0,8.0]]' in output
+    d = np.fromfile(tmp_path / "d.bin", np.float32).reshape(8, 32)
+    np.testing.assert_allclose(d, a @ weight, rtol=1e-4, atol=1e-4)
+    assert "candidates" in output
+
+
+def test_the_readmes_python_runs(tmp_path: Path) -> None:
+    import numpy as np
+
+    (code,) = blocks("python")
+    rng = np.random.default_rng(2)
+    names = {"a": rng.standard_normal((8, 16)), "b": rng.standard_normal((16, 16))}
+    with running(tmp_path / "data") as service:
+        service.ready()
+        exec(compile(code.replace("http://127.0.0.1:8000", service.url), "README.md", "exec"), names)
+    np.testing.assert_allclose(names["d"], names["a"] @ names["b"], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(names["y"], names["a"] @ names["b"] @ names["b"], rtol=1e-9, atol=1e-9)
+
+
+def test_every_make_target_that_the_readme_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()))
+    assert named <= targets, named - targets
+
+
+def test_every_file_that_the_readme_links_exists() -> None:
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert "://" in target or (ROOT / target).exists(), target
