@@ -20,7 +20,11 @@ pytestmark = pytest.mark.ci
 
 def run(command: list[str] | str, cwd: Path, *, seconds: float = 600, **environ: str) -> str:
     """Run in an environment without this one's virtual environment; the output, also of a failure."""
-    env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")
+    }
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -109,7 +113,9 @@ def test_the_cpu_images_steps_run_in_a_clean_folder(clone: Path, tmp_path: Path)
 
 def blocks(language: str) -> list[str]:
     """Code blocks of the README."""
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 def test_the_readmes_curl_commands_answer(tmp_path: Path) -> None:
@@ -117,12 +123,17 @@ def test_the_readmes_curl_commands_answer(tmp_path: Path) -> None:
 
     (commands,) = [block for block in blocks("sh") if "curl" in block]
     rng = np.random.default_rng(1)
-    a, weight = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 32)).astype(np.float32)
+    a, weight = (
+        rng.standard_normal((8, 256)).astype(np.float32),
+        rng.standard_normal((256, 32)).astype(np.float32),
+    )
     a.tofile(tmp_path / "a.bin")
     np.save(tmp_path / "weight.npy", weight)
     with running(tmp_path / "data") as service:
         service.ready()
-        script = commands.replace("http://127.0.0.1:8000", service.url).replace("curl -s", "curl -sS --fail-with-body")
+        script = commands.replace("http://127.0.0.1:8000", service.url).replace(
+            "curl -s", "curl -sS --fail-with-body"
+        )
         output = run("set -e\n" + script, tmp_path)
     assert '"d":[[2.0,4.0],[6.0,8.0]]' in output
     d = np.fromfile(tmp_path / "d.bin", np.float32).reshape(8, 32)

@@ -82,9 +82,6 @@ def test_the_leaves_import_nothing_above_them() -> None:
 
 
 def test_the_app_starts_without_torch_cuda_or_compiler() -> None:
-    code = (
-        "import sys, service.app, service.protocol; "
-        f"print(sorted(set(sys.modules) & {HEAVY!r}))"
-    )
+    code = f"import sys, service.app, service.protocol; print(sorted(set(sys.modules) & {HEAVY!r}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

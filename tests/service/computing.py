@@ -93,9 +93,7 @@ async def open_front(
     async with open_store(settings, clock=clock) as store:
         computer = computer or Computer(store.memory.slots)
         computer.slots = store.memory.slots
-        services = SimpleNamespace(
-            settings=settings, slots=computer.slots, store=store, supervisor=computer
-        )
+        services = SimpleNamespace(settings=settings, slots=computer.slots, store=store, supervisor=computer)
         jobs = Jobs(services, clock=clock)
         await jobs.start()
         try:

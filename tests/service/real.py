@@ -41,10 +41,12 @@ class Service:
         self._said = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._said.wait(30), f"no address within 30 s: {self.output}"
-        assert self._port is not None, f"ended with {self.process.wait()}: {self.output}"
+        self.http = httpx.Client(timeout=60)
+        if not self._said.wait(30) or self._port is None:
+            self.close()
+            raise AssertionError(f"ended with {self.process.returncode}: {self.output}")
         self.url = f"http://127.0.0.1:{self._port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http.base_url = httpx.URL(self.url)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
