@@ -102,10 +102,7 @@ def invariant_class(
     losses: dict[str, float] = {}
     covered: dict[str, int] = {}
     for m in CANONICAL_ROWS:
-        canonical = replace(
-            problem, m=m, batch=1, epilogue=Epilogue(), a_broadcast=False, b_broadcast=False,
-            lda=0, ldb=0, ldc=0, ldd=0, aligned=128,
-        )  # fmt: skip
+        canonical = _canonical(problem, m)
         best: dict[str, float] = {}
         for each in variants:
             order = each.order(canonical)
@@ -118,6 +115,23 @@ def invariant_class(
             covered[order] = covered.get(order, 0) + 1
     widest = max(covered.values(), default=0)
     return min((order for order in losses if covered[order] == widest), key=losses.__getitem__, default=None)
+
+
+def _canonical(problem: Problem, m: int) -> Problem:
+    """The problem with M rows, one product, no epilogue, rows that start at multiples of 128 elements."""
+    return replace(
+        problem,
+        m=m,
+        batch=1,
+        epilogue=Epilogue(),
+        a_broadcast=False,
+        b_broadcast=False,
+        lda=-(-max(m, problem.k) // 128) * 128,
+        ldb=-(-max(problem.n, problem.k) // 128) * 128,
+        ldc=0,
+        ldd=0,
+        aligned=128,
+    )
 
 
 def choose(
@@ -134,7 +148,8 @@ def choose(
 
     table: measured seconds by `table_key`. barred: variants that may not run and why (quarantine, self-test
     still running). invariant_order: the class that a batch-invariant problem must stay in, where the caller
-    keeps what `invariant_class` said. variant: a name, or "auto".
+    keeps what `invariant_class` said; where nothing in it takes the problem, another class serves. variant: a
+    name, or "auto".
 
     Raises Unsupported where no variant is left, or where the named one can't take the problem.
     """
@@ -150,6 +165,9 @@ def choose(
         wanted = invariant_order or invariant_class(problem, device, variants=variants, barred=barred)
     seen = [_candidate(each, problem, device, table or {}, barred, wanted) for each in considered]
     usable = [candidate for candidate in seen if candidate.because is None]
+    if not usable and wanted is not None:
+        seen = [_candidate(each, problem, device, table or {}, barred, None) for each in considered]
+        usable = [candidate for candidate in seen if candidate.because is None]
     if not usable:
         raise Unsupported("; ".join(f"{c.variant}: {c.because}" for c in seen))
     best = min(usable, key=_time)

@@ -112,3 +112,11 @@ def test_the_class_can_compute_any_number_of_rows() -> None:
     assert invariant_class(FREE, GPU, variants=[fast_for_few, LARGE]) == "serial"
     assert invariant_class(FREE, GPU, variants=[ANY]) is None
     assert invariant_class(FREE, GPU, variants=[LARGE, SPLIT], barred={"large": "x"}) == "split4"
+
+
+def test_another_class_serves_where_nothing_in_it_can() -> None:
+    problem = Problem(100, 64, 64)
+    one = Fake("one", 0.5)
+    choice = choose(problem, GPU, variants=[one, SPLIT], barred={"one": "it hung"}, invariant_order="serial")
+    assert choice.variant == "split"
+    assert choice.reason in (Reason.FALLBACK, Reason.ESTIMATE)

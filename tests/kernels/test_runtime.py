@@ -1,0 +1,311 @@
+"""The runtime on CPU tensors: a stand-in for compiled functions takes the real calling convention's arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kernels import cublas, selftest  # noqa: E402
+from kernels import runtime as module  # noqa: E402
+from kernels.device import Device  # noqa: E402
+from kernels.libraries import FunctionInfo, NotBuilt  # noqa: E402
+from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
+from kernels.runtime import Operands, Runtime, packed, resident_blocks  # noqa: E402
+from kernels.selector import Reason, Variant  # noqa: E402
+from kernels.verify import check  # noqa: E402
+
+GPU = Device(
+    "stand-in", "sm_90a", sms=4, smem_bytes=232_448, peak_flops={"fp16": 1e12, "bf16": 1e12, "fp32": 1e11}
+)
+TYPES = {1: np.float16, 2: np.uint16, 3: np.float32}
+ACTIVATIONS = (Activation.NONE, Activation.RELU, Activation.GELU, Activation.SILU)
+
+
+def at(address: int, kind: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """Memory at an address, as the kernel would see it."""
+    size = np.dtype(kind).itemsize
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (span * size)).from_address(address)).view(kind)
+    return np.lib.stride_tricks.as_strided(memory, shape, [s * size for s in strides])
+
+
+def wide(x: Any) -> Any:
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
+def stand_in(
+    a: Any, b: Any, d: int, db: int, dr: int, dc: int, c: int, cb: int, cr: int, cc: int,
+    bias: int, alpha: float, beta: float, code: int, batch: int, ctas: int, raster: int,
+) -> None:  # fmt: skip
+    """What kernels/call.py says a compiled function does, in numpy, with its demands asserted."""
+    for x in (a, b):
+        strides = [s * x.element_size() for s in x.stride()]
+        inner = strides.index(x.element_size(), 1)
+        assert inner in (1, 2)
+        assert x.data_ptr() % 16 == 0
+        assert all(s % 16 == 0 and s > 0 for i, s in enumerate(strides) if i != inner)
+    m, n = a.shape[1], b.shape[2]
+    tail = Epilogue(alpha, beta, c != 0, activation=ACTIVATIONS[code & 3])
+    left, right = (torch.nan_to_num(x, 0.0) if alpha == 0 else x for x in (a, b))
+    acc = alpha * torch.matmul(left.float(), right.float()).numpy()
+    if code >> 2 & 3:
+        acc = acc + beta * wide(at(c, TYPES[code >> 2 & 3], (batch, m, n), (cb, cr, cc)))
+    if code >> 4 & 3:
+        along_m = bool(code & 1 << 6)
+        line = wide(at(bias, TYPES[code >> 4 & 3], (m if along_m else n,), (1,)))
+        acc = acc + (line[:, None] if along_m else line)
+    store(np.array(np.broadcast_to(acc, (batch, m, n))), tail, d, (db, dr, dc), code)
+
+
+def store(acc: Any, tail: Epilogue, d: int, strides: tuple[int, ...], code: int) -> None:
+    from kernels.elementwise import activate, narrow, quiet
+
+    with quiet():
+        activate(acc, tail.activation)
+        narrow(acc, at(d, TYPES[code >> 7 & 3], acc.shape, strides))
+
+
+@dataclass(frozen=True)
+class Fake:
+    """A variant whose function is the stand-in, or something broken."""
+
+    name: str = "step9-fake"
+    fixed: float = 1e-9
+    step: int = 9
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        lda, ldb, _, _ = problem.leading
+        if problem.dtype not in (DType.FP16, DType.BF16):
+            return "its inputs are halves"
+        return "rows" if lda % 8 or ldb % 8 else None
+
+    def seconds(self, problem: Problem, device: Device) -> float:
+        return self.fixed
+
+    def order(self, problem: Problem) -> str | None:
+        return "k16"
+
+    def function(self, problem: Problem) -> str:
+        return self.name.replace("-", "_")
+
+    def raster(self, problem: Problem, device: Device) -> int:
+        return 8
+
+
+@dataclass
+class FakeLibraries:
+    functions: dict[str, Any]
+    manifest: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manifest = SimpleNamespace(functions=self.functions, build_hash="b")
+
+    def info(self, name: str) -> FunctionInfo:
+        if name not in self.functions:
+            raise NotBuilt(f"{name} is not built")
+        return FunctionInfo(name, "sm_90a", "m", "l", "f", ("k",), 384, 168, 0, 229_376, 0.0)
+
+    def load(self, name: str) -> Any:
+        return self.functions[name]
+
+
+def make(*variants: Variant, check_: Any = None, **functions: Any) -> Runtime:
+    functions = functions or {"step9_fake": stand_in}
+    return Runtime(
+        GPU,
+        libraries=FakeLibraries(functions),
+        variants=(*variants, cublas.Cublas()),
+        check=check_,
+        place="cpu",
+    )  # type: ignore[arg-type]
+
+
+def test_resident_blocks_follow_from_what_a_block_takes() -> None:
+    info = FakeLibraries({"x": 1}).info("x")
+    assert resident_blocks(info, GPU) == 4
+    assert resident_blocks(replace(info, smem_bytes=50_000, registers=64), GPU) == 8
+    assert resident_blocks(replace(info, smem_bytes=1_000, registers=32, threads=128), GPU) == 4 * 16
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 7), (2, 8, 16), (1, 1, 9), (3, 9, 1), (1, 1, 1)])
+@pytest.mark.parametrize("how", ["compact", "transposed", "apart", "odd start", "expanded"])
+def test_packed_can_be_addressed_by_tma(shape: tuple[int, int, int], how: str) -> None:
+    x = torch.randn(shape).half()
+    if how == "transposed":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    elif how == "apart":
+        x = torch.randn(shape[0], shape[1], shape[2] * 3).half()[..., ::3]
+    elif how == "odd start":
+        x = torch.randn(x.numel() + 1).half()[1:].view(shape)
+    elif how == "expanded":
+        x = x[:, :1].expand(shape)
+    y = packed(x)
+    assert torch.equal(x, y)
+    strides = y.stride()
+    inner = 2 if strides[2] == 1 else 1
+    assert strides[inner] == 1
+    assert y.data_ptr() % 16 == 0
+    assert all(s % 8 == 0 and s > 0 for i, s in enumerate(strides) if i != inner)
+
+
+def test_what_tma_can_address_is_not_copied() -> None:
+    x = torch.randn(2, 16, 24).half()
+    assert packed(x).data_ptr() == x.data_ptr()
+    assert packed(x.transpose(1, 2)).data_ptr() == x.data_ptr()
+    assert packed(x[:, :1]).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
+@pytest.mark.parametrize("trans", ["nn", "nt", "tn"])
+@pytest.mark.parametrize("bias", list(BiasDim))
+def test_launch_passes_what_the_convention_says(dtype: DType, trans: str, bias: BiasDim) -> None:
+    gpu = make(Fake())
+    tail = Epilogue(-0.5, 2.0, True, bias, Activation.SILU)
+    for m, n, k in ((40, 24, 72), (33, 21, 35), (1, 8, 9)):
+        problem = Problem(
+            m,
+            n,
+            k,
+            dtype=dtype,
+            out_dtype=DType.FP32,
+            trans_a=trans[0] == "t",
+            trans_b=trans[1] == "t",
+            epilogue=tail,
+        )
+        a, b, c, line = selftest.host_operands(problem)
+        got = selftest.launch(gpu, Fake(), problem, a, b, c, line)
+        assert check(problem, got, a, b, c, line).ok
+
+
+def test_run_chooses_and_says_why() -> None:
+    gpu = make(Fake())
+    a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
+    choice = gpu.run(Problem(16, 24, 32), Operands(a, b, d))
+    assert choice.variant == "step9-fake"
+    assert torch.allclose(d.float(), a.float() @ b.float(), atol=0.05)
+    with pytest.raises(Unsupported, match="does not exist"):
+        gpu.run(Problem(16, 24, 32), Operands(a, b, d), "step9-other")
+
+
+def test_ragged_rows_are_packed_and_chosen_all_the_same() -> None:
+    gpu = make(Fake())
+    a, b, d = torch.randn(1, 9, 13).half(), torch.randn(1, 13, 11).half(), torch.zeros(1, 9, 11).half()
+    assert gpu.run(Problem(9, 11, 13), Operands(a, b, d)).variant == "step9-fake"
+    assert torch.allclose(d.float(), a.float() @ b.float(), atol=0.05)
+
+
+def broken(*arguments: Any) -> None:
+    stand_in(*arguments)
+    _, _, d, db, dr, dc, *_ = arguments
+    first = at(d, TYPES[arguments[13] >> 7 & 3], (1, 1, 1), (db, dr, dc))
+    first[...] += 1
+
+
+def test_a_wrong_function_is_quarantined_before_it_answers() -> None:
+    gpu = make(
+        Fake("step9-wrong", 1e-9), Fake("step9-fake", 2e-9), check_=selftest_check,
+        step9_wrong=broken, step9_fake=stand_in,
+    )  # fmt: skip
+    a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
+    choice = gpu.run(Problem(16, 24, 32), Operands(a, b, d))
+    assert choice.variant == "step9-fake"
+    assert choice.reason is Reason.FALLBACK
+    assert "wrong at" in gpu.barred["step9-wrong"]
+    assert torch.allclose(d.float(), a.float() @ b.float(), atol=0.05)
+    gpu.admit("step9-wrong", proven=True)
+    assert gpu.choose(Problem(16, 24, 32)).variant == "step9-wrong"
+
+
+def selftest_check(gpu: Runtime, variant: Variant, problem: Problem) -> str | None:
+    return selftest.failure(gpu, variant, problem)
+
+
+def test_bits_that_depend_on_the_stack_are_found() -> None:
+    def by_rows(*arguments: Any) -> None:
+        a = arguments[0]
+        stand_in(
+            a, arguments[1], *arguments[2:11], arguments[11] * (1 + a.shape[1] * 2.0**-23), *arguments[12:]
+        )
+
+    gpu = make(Fake(), Fake("step9-rows"), step9_fake=stand_in, step9_rows=by_rows)
+    assert "other bits" in (selftest.bits_differ(gpu, Fake("step9-rows"), Fake()) or "")
+
+
+def test_what_is_not_built_is_not_chosen() -> None:
+    gpu = make(Fake("step9-absent"), Fake(fixed=2e-9))
+    choice = gpu.choose(Problem(16, 24, 32))
+    assert choice.variant == "step9-fake"
+    assert "not built" in choice.why
+
+
+def test_nothing_built_leaves_the_reference() -> None:
+    gpu = Runtime(GPU, libraries=FakeLibraries({}), variants=(Fake(), cublas.Cublas()), place="cpu")  # type: ignore[arg-type]
+    choice = gpu.choose(Problem(16, 24, 32))
+    assert choice.variant == cublas.NAME
+    assert "no kernels are built" in choice.why
+
+
+def test_times_change_the_choice() -> None:
+    from kernels.selector import table_key
+
+    gpu = make(Fake("step9-fake", 1e-6), Fake("step9-b", 2e-6), step9_fake=stand_in, step9_b=stand_in)
+    problem = Problem(16, 24, 32)
+    assert gpu.choose(problem).variant == "step9-fake"
+    gpu.measured({table_key("step9-b", problem): 1e-7})
+    assert gpu.choose(problem).variant == "step9-b"
+
+
+def test_capture_wants_what_has_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = make(Fake())
+    a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
+    monkeypatch.setattr(module, "_capturing", lambda: True)
+    with pytest.raises(module.NotLoaded, match="run once"):
+        gpu.run(Problem(16, 24, 32), Operands(a, b, d))
+    monkeypatch.setattr(module, "_capturing", lambda: False)
+    gpu.run(Problem(16, 24, 32), Operands(a, b, d))
+    monkeypatch.setattr(module, "_capturing", lambda: True)
+    gpu.run(Problem(16, 24, 32), Operands(a, b, d))
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_the_gpu_reference_on_fp32(invariant: bool) -> None:
+    """Its code, on CPU tensors: fp32 and fp64 need no operator that only CUDA has."""
+    tail = Epilogue(0.5, 2.0, True, BiasDim.M, Activation.GELU)
+    for dtype, kind in ((DType.FP32, torch.float32), (DType.FP64, torch.float64)):
+        for batch, broadcast in ((1, False), (3, True)):
+            problem = Problem(
+                300,
+                20,
+                33,
+                batch,
+                dtype,
+                dtype,
+                epilogue=tail,
+                batch_invariant=invariant,
+                b_broadcast=broadcast,
+            )
+            a, b = torch.randn(batch, 300, 33, dtype=kind), torch.randn(1, 33, 20, dtype=kind)
+            c, bias = torch.randn(batch, 300, 20, dtype=kind), torch.randn(300, dtype=kind)
+            d = torch.full((batch, 300, 20), torch.nan, dtype=kind)
+            cublas.compute(problem, a, b, d, c, bias)
+            assert check(problem, d.numpy(), a.numpy(), b.numpy(), c.numpy(), bias.numpy()).ok
+
+
+def test_flags_are_put_back() -> None:
+    settings = torch.backends.cuda.matmul
+    before = {name: getattr(settings, name) for name in cublas._REDUCTIONS}
+    precision = settings.fp32_precision
+    with cublas.exact_flags(tf32=True):
+        assert settings.fp32_precision == "tf32"
+        assert not any(getattr(settings, name) for name in cublas._REDUCTIONS)
+    with cublas.exact_flags():
+        assert settings.fp32_precision != "tf32"
+    assert {name: getattr(settings, name) for name in cublas._REDUCTIONS} == before
+    assert settings.fp32_precision in (precision, "ieee")
