@@ -74,7 +74,6 @@ async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -
     ]
     try:
         yield Site(*clients, services, computer, clock, app)
-        assert slots.bytes_by_state["request"] == slots.bytes_by_state["reply"] == 0
     finally:
         computer.draining = True
         computer.gate.set()
@@ -82,4 +81,5 @@ async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -
             await client.aclose()
         await services.jobs.close()
         await store.close()
+        assert slots.bytes_by_state["request"] == slots.bytes_by_state["reply"] == 0
         arena.close()

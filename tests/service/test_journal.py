@@ -1,0 +1,203 @@
+"""The journal and its database: what was awaited is there after a restart, groups of writes, keys, expiry."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.database import Database
+from service.errors import ServiceError
+from service.journal import IDEMPOTENCY_SECONDS, JobRow, Journal, Key, Progress, StepRow
+from service.store import index
+from service.store.index import ContentRow, NameRow
+
+KEY = Key("ann", "k", "f00d")
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    database = Database(tmp_path / "service.db")
+    database.open()
+    await database.prepare(index.prepare)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+async def journal(database: Database) -> Journal:
+    journal = Journal(database)
+    assert await journal.start() == []
+    return journal
+
+
+def job(id_: str = "j1", *specs: bytes, owner: str = "ann", accepted: float = 100.0) -> JobRow:
+    steps = tuple(StepRow(position, spec) for position, spec in enumerate(specs or (b"one", b"two")))
+    return JobRow(id_, owner, accepted, steps=steps)
+
+
+def content(id_: str, *, whole: bool = True) -> ContentRow:
+    return ContentRow(id_, "ann", "", "e" + id_, "fp32", (1, 2), 8, whole)
+
+
+async def contents(database: Database) -> set[str]:
+    rows, _, _ = await database.read(index.load)
+    return {row.id for row in rows}
+
+
+class TestJournal:
+    async def test_accepted_jobs_are_there_after_a_restart(self, journal: Journal, tmp_path: Path) -> None:
+        await journal.accept(job("j2"), [content("c")], None)
+        await journal.accept(job("j1"), [content("c")], None)
+        other = Database(tmp_path / "service.db")
+        other.open()
+        assert [row.id for row in await Journal(other).start()] == ["j1", "j2"]
+        assert await Journal(other).find("ann", "j1") == job("j1")
+        other.close()
+
+    async def test_progress_is_one_transaction(self, journal: Journal) -> None:
+        await journal.accept(job(), [content("in")], None)
+        done = StepRow(0, b"one", "done", finished=101.0, variant="v", reason="r", why="w", result="out")
+        name = NameRow("ann", "d", "out", 101.0, None)
+        await journal.record(Progress("j1", [done], [content("out")], [name]))
+        found = await journal.find("ann", "j1")
+        assert found is not None
+        assert found.steps[0] == done
+        assert found.steps[1].state == "queued"
+        assert (await journal.start())[0].id == "j1"
+
+        failed = StepRow(1, b"two", "failed", "deadline", "too late", 102.0)
+        await journal.record(Progress("j1", [failed], state="failed", finished=102.0, unneeded={"in"}))
+        found = await journal.find("ann", "j1")
+        assert found is not None
+        assert (found.state, found.finished, found.steps[1]) == ("failed", 102.0, failed)
+        assert await journal.start() == []
+        assert await contents(journal.database) == {"out"}
+
+    async def test_a_progress_that_fails_records_nothing(self, journal: Journal) -> None:
+        await journal.accept(job(), [], None)
+        bad = NameRow("ann", "d", "unknown", 101.0, None)  # no such content: the foreign key refuses
+        done = StepRow(0, b"one", "done")
+        with pytest.raises(sqlite3.IntegrityError):
+            await journal.record(Progress("j1", [done], [content("out")], [bad]))
+        found = await journal.find("ann", "j1")
+        assert found is not None
+        assert found.steps[0].state == "queued"
+        assert await contents(journal.database) == set()
+
+    async def test_only_the_owner_finds_a_job(self, journal: Journal) -> None:
+        await journal.accept(job(), [], None)
+        assert await journal.find("bob", "j1") is None
+        assert await journal.page("bob", "", 9) == []
+
+    async def test_pages(self, journal: Journal) -> None:
+        for n in range(5):
+            await journal.accept(job(f"j{n}"), [], None)
+        assert [row.id for row in await journal.page("ann", "", 2)] == ["j4", "j3"]
+        assert [row.id for row in await journal.page("ann", "j3", 9)] == ["j2", "j1", "j0"]
+
+    async def test_a_job_comes_once(self, journal: Journal) -> None:
+        await journal.accept(job(), [], KEY)
+        with pytest.raises(sqlite3.IntegrityError):
+            await journal.accept(job(), [], None)
+        assert await journal.replay(KEY, 100.0) == "j1"
+        assert await journal.replay(Key("bob", "k", "f00d"), 100.0) is None
+        with pytest.raises(ServiceError, match="another body"):
+            await journal.replay(Key("ann", "k", "beef"), 100.0)
+
+    async def test_expiry(self, journal: Journal) -> None:
+        await journal.accept(job("j1"), [], KEY)
+        await journal.accept(job("j2"), [], None)
+        for id_ in ("j1", "j2"):
+            done = [StepRow(n, b"x", "done", result=f"{id_}{n}") for n in range(2)]
+            results = [content(f"{id_}{n}") for n in range(2)]
+            await journal.record(Progress(id_, done, results, state="done", finished=100.0))
+        assert await journal.expire(159.0, 60.0) == []
+        assert sorted(await journal.expire(160.0, 60.0)) == ["j10", "j11", "j20", "j21"]
+        assert await contents(journal.database) == set()
+        assert await journal.find("ann", "j2") is None
+        kept = await journal.find("ann", "j1")  # its key may come again
+        assert kept is not None
+        assert kept.expired
+        assert [step.result for step in kept.steps] == [None, None]
+        day = 100.0 + IDEMPOTENCY_SECONDS
+        assert await journal.replay(KEY, day - 1) == "j1"
+        assert await journal.replay(KEY, day) is None
+        await journal.expire(day, 60.0)
+        assert await journal.find("ann", "j1") is None
+
+    async def test_what_a_name_needs_stays_when_its_job_expires(self, journal: Journal) -> None:
+        await journal.accept(job("j1", b"one"), [], None)
+        done = [StepRow(0, b"one", "done", result="out")]
+        name = NameRow("ann", "d", "out", 101.0, None)
+        await journal.record(Progress("j1", done, [content("out")], [name], "done", 100.0))
+        assert await journal.expire(160.0, 60.0) == ["out"]
+        assert await contents(journal.database) == {"out"}
+
+
+class TestDatabase:
+    async def test_writes_that_wait_share_a_commit(self, database: Database) -> None:
+        commits: list[str] = []
+        await database.read(lambda db: db.set_trace_callback(commits.append))
+        await asyncio.gather(*(database.write(_add(f"c{n}")) for n in range(50)))
+        await database.read(lambda db: db.set_trace_callback(None))
+        assert len([text for text in commits if text == "COMMIT"]) < 10
+        assert len(await contents(database)) == 50
+
+    async def test_a_failure_leaves_the_others_of_its_group_whole(self, database: Database) -> None:
+        def fail(db: sqlite3.Connection) -> None:
+            index.add(db, content("half"))
+            raise KeyError("as told")
+
+        results = await asyncio.gather(
+            database.write(_add("a")), database.write(fail), database.write(_add("b")), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [type(None), KeyError, type(None)]
+        assert await contents(database) == {"a", "b"}
+
+    async def test_a_full_disk_is_refused_and_passes(self, database: Database) -> None:
+        pages = await database.read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+        await database.read(lambda db: db.execute(f"PRAGMA max_page_count = {pages + 2}"))
+
+        def large(db: sqlite3.Connection) -> None:
+            for n in range(1000):
+                index.add(db, content(f"large{n}"))
+
+        results = await asyncio.gather(*(database.write(large) for _ in range(3)), return_exceptions=True)
+        assert {getattr(result, "code", None) for result in results} == {"no_room"}
+        await database.read(lambda db: db.execute(f"PRAGMA max_page_count = {pages + 9999}"))
+        await database.write(_add("small"))
+        assert await contents(database) == {"small"}
+
+    async def test_is_synced_at_each_commit_unless_it_may_be_soft(self, database: Database) -> None:
+        seen: list[Any] = []
+
+        def look(db: sqlite3.Connection) -> None:
+            seen.append(db.execute("PRAGMA synchronous").fetchone()[0])
+            seen.append(db.execute("PRAGMA journal_mode").fetchone()[0])
+
+        await database.write(look)
+        await database.write(look, soft=True)
+        assert seen == [2, "wal", 1, "wal"]  # FULL, NORMAL
+
+    async def test_closed(self, database: Database) -> None:
+        pending = asyncio.create_task(database.write(_add("last")))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(database.close)
+        await pending
+        with pytest.raises(ServiceError, match="shutting down"):
+            await database.read(index.load)
+
+    async def test_that_is_no_database(self, tmp_path: Path) -> None:
+        (tmp_path / "service.db").write_bytes(b"not SQLite" * 1000)
+        database = Database(tmp_path / "service.db")
+        with pytest.raises(sqlite3.DatabaseError):
+            database.open()
+
+
+def _add(id_: str) -> Any:
+    return lambda db: index.add(db, content(id_))
