@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from kernels.libraries import Libraries
 from kernels.machine_code import mnemonics, sass, usage
@@ -41,12 +40,11 @@ class Code:
     threads: int
     roles: tuple[int, ...] = ()
     tmem: int = 0
-    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Requirements of the functions of `arch` whose name matches `pattern` and whose config satisfies `when`.
+    """Requirements of the functions of `arch` whose name matches `pattern` and that satisfy `when`.
 
     `required` and `forbidden` are patterns over mnemonics; `rule` is over the rest, `because` its sentence.
     """
@@ -57,12 +55,12 @@ class Gate:
     forbidden: tuple[str, ...] = ()
     rule: Callable[[Code], bool] | None = None
     because: str = ""
-    when: Callable[[Mapping[str, Any]], bool] | None = None
+    when: Callable[[Code], bool] | None = None
 
     def applies(self, arch: str, code: Code) -> bool:
         """Whether this gate is for that function."""
         named = fnmatchcase(arch, self.arch) and fnmatchcase(code.function, self.pattern)
-        return named and (self.when is None or self.when(code.config))
+        return named and (self.when is None or self.when(code))
 
     def failures(self, code: Code) -> list[str]:
         """What is wrong with the code, a sentence each."""
@@ -77,8 +75,9 @@ def _any(names: Iterable[str], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _clustered(config: Mapping[str, Any]) -> bool:
-    return int(config.get("cluster", 1)) > 1
+def _crowded(code: Code) -> bool:
+    """With more threads an even share of the registers is under the 255 that a thread can name."""
+    return code.threads > 256
 
 
 def _roles_fit(code: Code) -> bool:
@@ -107,8 +106,8 @@ GATES: tuple[Gate, ...] = (
     Gate("sm_90a", "step[1-7]_*", forbidden=("UTMALDG.*MULTICAST*", "UCGABAR*")),
     Gate("sm_90a", "step8_*", required=("UTMALDG.*MULTICAST*", "UCGABAR*")),
     Gate("sm_90a", "step[1-8]_*", forbidden=("USETMAXREG*",)),
-    Gate("sm_90a", "step9_*", required=("UTMALDG.*", "SYNCS.*TRYWAIT*", "USETMAXREG*")),
-    Gate("sm_90a", "step9_*", rule=_roles_fit, because=ROLES),
+    Gate("sm_90a", "step9_*", required=("UTMALDG.*", "SYNCS.*TRYWAIT*")),
+    Gate("sm_90a", "step9_*", required=("USETMAXREG*",), rule=_roles_fit, because=ROLES, when=_crowded),
     # Blackwell
     Gate("sm_10*", "step[1-9]_*", required=("UTC*MMA*", "LDTM*")),
     Gate(
@@ -123,8 +122,7 @@ GATES: tuple[Gate, ...] = (
     Gate("sm_10*", "step[1-7]_*", forbidden=("UTC*MMA.2CTA*", "UTMALDG.*2CTA*")),
     Gate("sm_10*", "step[89]_*", required=("UTC*MMA.2CTA*", "UTMALDG.*2CTA*", "UTCBAR.*MULTICAST*")),
     Gate("sm_10*", "step[1-8]_*", forbidden=("USETMAXREG*",)),
-    Gate("sm_10*", "step9_*", required=("USETMAXREG*",)),
-    Gate("sm_10*", "step9_*", rule=_roles_fit, because=ROLES),
+    Gate("sm_10*", "step9_*", required=("USETMAXREG*",), rule=_roles_fit, because=ROLES, when=_crowded),
 )
 
 
@@ -143,7 +141,6 @@ def code_of(libraries: Libraries, name: str) -> Code:
         threads=info.threads,
         roles=tuple(sorted({int(value, 0) for value in _SETMAXREG.findall(text)})),
         tmem=tmem_columns(libraries.path(name, "ptx").read_text()),
-        config=info.config,
     )
 
 
