@@ -56,6 +56,35 @@ class _Ready:
     ctas: int
 
 
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """A variant whose rows were seen with other bits than its class promises on this device."""
+
+    variant: Variant
+
+    @property
+    def name(self) -> str:
+        """The variant's."""
+        return self.variant.name
+
+    @property
+    def step(self) -> int:
+        """The variant's."""
+        return self.variant.step
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """The variant's."""
+        return self.variant.unsupported(problem, device)
+
+    def seconds(self, problem: Problem, device: Device) -> float:
+        """The variant's."""
+        return self.variant.seconds(problem, device)
+
+    def order(self, problem: Problem) -> str | None:
+        """None: not for batch-invariant problems."""
+        return None
+
+
 class Runtime:
     """One GPU: chooses and runs products. Safe for threads; work goes to the caller's current stream."""
 
@@ -106,12 +135,18 @@ class Runtime:
             self._barred[variant] = because
             self._forget_plans()
 
-    def admit(self, variant: str, *, proven: bool = False) -> None:
-        """Let a variant run. `proven`: a self-test on this device was passed, so none is made before use."""
+    def admit(self, variant: str, *, proven: bool = False, equal_bits: bool = True) -> None:
+        """Let a variant run. `proven`: a self-test on this device was passed, so none is made before use.
+
+        equal_bits: whether that found the bits of its class; without them it is not for invariant problems.
+        """
         with self._lock:
             self._barred.pop(variant, None)
             if proven:
                 self._proven.add(variant)
+            if not equal_bits:
+                each = self._by_name[variant]
+                self.variants = tuple(Unequal(v) if v is each else v for v in self.variants)
             self._forget_plans()
 
     def measured(self, table: Mapping[str, float]) -> None:
@@ -126,7 +161,7 @@ class Runtime:
 
     def run(self, problem: Problem, operands: Operands, variant: str = "auto") -> Choice:
         """Queue D on the current stream. `problem` describes the operands as they lie. Raises Unsupported."""
-        tidy = _as_packed(problem)
+        tidy = as_packed(problem)
         while True:
             choice = self.choose(tidy, variant)
             if choice.variant == cublas.NAME:
@@ -144,7 +179,7 @@ class Runtime:
         """Queue one own variant, packing A and B where TMA can't address them."""
         compiled = cast(Compiled, variant)
         a, b = packed(operands.a), packed(operands.b)
-        fitting = _as_packed(problem)
+        fitting = as_packed(problem)
         ready = self._load(compiled.function(fitting))
         d, c, bias = operands.d, operands.c, operands.bias
         tail = problem.epilogue
@@ -228,6 +263,10 @@ class Runtime:
                 return choice
             barred[choice.variant] = missing
 
+    def has(self, variant: Variant, problem: Problem) -> bool:
+        """Whether the function that the variant would run is built and may be loaded; cuBLAS is always there."""
+        return self._missing(variant.name, problem) is None
+
     def _missing(self, variant: str, problem: Problem) -> str | None:
         """Why the library can't serve a variant for this problem, if so: not built, or not to be trusted."""
         if variant == cublas.NAME:
@@ -257,7 +296,7 @@ def _kind(problem: Problem) -> Problem:
     return replace(problem, epilogue=plain)
 
 
-def _as_packed(problem: Problem) -> Problem:
+def as_packed(problem: Problem) -> Problem:
     """The problem that an own kernel sees: leading dimensions of A and B in multiples of 16 bytes."""
     lda, ldb, _, _ = problem.leading
     step = TMA_BYTES // problem.dtype.itemsize or 1

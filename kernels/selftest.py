@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kernels import cublas
 from kernels.elementwise import NUMPY, Array
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 from kernels.selector import Variant
@@ -21,8 +22,9 @@ from kernels.verify import check
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
 
-# M, N, K: several tiles with ragged edges and a ring that wraps; few rows; one row and a long K.
-SHAPES = ((392, 520, 712), (24, 520, 712), (1, 264, 1096))
+# M, N, K: several tiles with ragged edges and a ring that wraps; few rows; one row and a long K; rows that
+# neither TMA nor a tile fits.
+SHAPES = ((392, 520, 712), (24, 520, 712), (1, 264, 1096), (131, 331, 205))
 TAILS = (
     Epilogue(),
     Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N, activation=Activation.GELU),
@@ -39,6 +41,21 @@ def kinds() -> Iterator[Problem]:
             yield Problem(1, 1, 1, dtype=dtype, out_dtype=out_dtype, trans_a=trans_a, trans_b=trans_b)
 
 
+def everything(runtime: Runtime, variant: Variant) -> str | None:
+    """Why any function of the variant that is built is wrong, or None."""
+    ran = False
+    for kind, aligned in itertools.product(kinds(), (128, 1)):
+        # rows that TMA can address, and rows of D that it can't
+        problem = replace(kind, m=64, n=64, k=64, aligned=aligned)
+        if not _takes(runtime, variant, problem):
+            continue
+        ran = True
+        because = failure(runtime, variant, problem)
+        if because is not None:
+            return because
+    return None if ran else "none of its functions is built"
+
+
 def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
     """Why the variant is wrong for problems of these types, layouts and alignment; None where it is right."""
     ran = False
@@ -47,13 +64,21 @@ def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
             kind, m=m, n=n, k=k, batch=1, lda=0, ldb=0, ldc=0, ldd=0, epilogue=tail,
             a_broadcast=False, b_broadcast=False,
         )  # fmt: skip
-        if variant.unsupported(problem, runtime.device) is not None:
+        if not _takes(runtime, variant, problem):
             continue
         ran = True
         because = _wrong(runtime, variant, problem)
         if because is not None:
             return because
     return None if ran else "no problem of the self-test fits it"
+
+
+def _takes(runtime: Runtime, variant: Variant, problem: Problem) -> bool:
+    """Whether the variant takes the problem, once packed, and its function is built."""
+    from kernels.runtime import as_packed
+
+    fitting = as_packed(problem)
+    return variant.unsupported(fitting, runtime.device) is None and runtime.has(variant, fitting)
 
 
 def _wrong(runtime: Runtime, variant: Variant, problem: Problem) -> str | None:
@@ -105,7 +130,11 @@ def launch(
     d = torch.full((1, problem.m, problem.n), torch.nan, dtype=kind, device=runtime.place)
     third = None if c is None else to_device(c, runtime.place)[None]
     line = None if bias is None else to_device(bias, runtime.place)
-    runtime.launch(variant, problem, Operands(left, right, d, third, line))
+    operands = Operands(left, right, d, third, line)
+    if variant.name == cublas.NAME:
+        cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
+    else:
+        runtime.launch(variant, problem, operands)
     return to_host(d[0])
 
 
@@ -130,35 +159,33 @@ def to_host(x: Any) -> Array:
     return array
 
 
+def bits_problem(dtype: DType = DType.FP16, out_dtype: DType = DType.FP32) -> Problem:
+    """What the test of bits computes."""
+    n, k = STACK_SHAPE
+    return Problem(STACK_ROWS, n, k, dtype=dtype, out_dtype=out_dtype, trans_b=True)
+
+
 def bits_differ(runtime: Runtime, variant: Variant, like: Variant) -> str | None:
     """Why rows of the variant don't have the bits that its class promises; None where they do.
 
-    `like` is the class's first variant. Rows alone, in stacks of other sizes and at other places are
-    compared.
+    `like` is the class's first variant. Rows alone, in stacks of other sizes and at other places are compared:
+    in fp32, where no rounding hides a difference, or else in what both write.
     """
-    n, k = STACK_SHAPE
+    compared = False
     for dtype in (DType.FP16, DType.BF16):
-        whole = Problem(STACK_ROWS, n, k, dtype=dtype, out_dtype=DType.FP32, trans_b=True)
+        wholes = [bits_problem(dtype, out) for out in (DType.FP32, dtype)]
+        whole = next((w for w in wholes if _takes(runtime, variant, w) and _takes(runtime, like, w)), None)
+        if whole is None:
+            continue
+        compared = True
         a, b, _, _ = host_operands(whole)
-        want = _rows(runtime, like, whole, a, b)
+        want = launch(runtime, like, whole, a, b)
         for start, stop in ((0, STACK_ROWS), (0, 1), (17, 33), (130, 259)):
             part = replace(whole, m=stop - start)
-            if variant.unsupported(part, runtime.device) is not None:
+            if not _takes(runtime, variant, part):
                 continue
             got = launch(runtime, variant, part, a[start:stop], b)
             if got.tobytes() != want[start:stop].tobytes():
                 rows = f"rows {start} to {stop} of {STACK_ROWS}"
-                return f"{rows} have other bits than {like.name} gives them ({dtype}, N {n}, K {k})"
-    return None
-
-
-def _rows(runtime: Runtime, variant: Variant, whole: Problem, a: Array, b: Array) -> Array:
-    """All rows by one variant, in stacks as large as it takes."""
-    step = whole.m
-    while step > 1 and variant.unsupported(replace(whole, m=step), runtime.device) is not None:
-        step = (step + 1) // 2
-    parts = [
-        launch(runtime, variant, replace(whole, m=len(a[i : i + step])), a[i : i + step], b)
-        for i in range(0, whole.m, step)
-    ]
-    return np.concatenate(parts)
+                return f"{rows} have other bits than {like.name} gives them ({dtype} to {whole.out_dtype})"
+    return None if compared else f"nothing that {like.name} writes as well could be compared"
