@@ -12,27 +12,21 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from service.bounds import HeaderMeter, Limits, Patience, Seen, Verdict
 from service.direct import Filler, Sink
 from service.errors import ServiceError
 from service.exchange import DIRECT_BYTES, Exchange
 from service.transfer import EXTENSION, ClientGone
 
-if TYPE_CHECKING:
-    from service.settings import Settings
-
 #: Requests of one connection that may wait behind the one being answered.
 PIPELINE = 64
-
-#: Seconds that a refused client may go on sending before its connection is cut, so that it reads the refusal.
-LINGER_SECONDS = 10.0
 
 #: After a half-close, seconds until the second probe tells a client that listens from one that left.
 PROBE_SECONDS = 0.05
@@ -40,41 +34,6 @@ PROBE_SECONDS = 0.05
 
 #: SO_LINGER on, 0 seconds: close by reset.
 _RESET = struct.pack("ii", 1, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a connection, as Settings names them. A body's rate is taken over `body_window_seconds`."""
-
-    header_bytes: int = 32768
-    header_seconds: float = 10.0
-    body_bytes_per_second: float = 1024.0
-    body_window_seconds: float = 10.0
-    write_stall_seconds: float = 30.0
-    keep_alive_seconds: float = 75.0
-
-    @classmethod
-    def of(cls, settings: Settings) -> Limits:
-        """The limits in the settings."""
-        return cls(
-            header_bytes=settings.header_bytes,
-            header_seconds=settings.header_seconds,
-            body_bytes_per_second=settings.body_bytes_per_second,
-            body_window_seconds=settings.header_seconds,
-            write_stall_seconds=settings.write_stall_seconds,
-            keep_alive_seconds=settings.keep_alive_seconds,
-        )
-
-    @property
-    def interval(self) -> float:
-        """Seconds between sweeps: a quarter of the shortest time, at most half a second."""
-        times = (
-            self.header_seconds,
-            self.body_window_seconds,
-            self.write_stall_seconds,
-            self.keep_alive_seconds,
-        )
-        return min(0.5, max(0.01, min(times) / 4))
 
 
 class Sweep:
@@ -110,6 +69,8 @@ class GemmProtocol(HttpToolsProtocol):
     #: Called with the status of a request that was refused before the application saw it.
     on_refusal: ClassVar[tuple[Callable[[int], None], ...]] = ()
     _sweep: ClassVar[Sweep | None] = None
+    #: The exchange parsed last; the base makes it, and makes it None before the first.
+    cycle: Exchange
 
     @classmethod
     def with_limits(
@@ -124,28 +85,15 @@ class GemmProtocol(HttpToolsProtocol):
         self.lost = asyncio.Event()
         self.direct: Filler | None = None
         self.can_direct = True
-        #: The exchange whose application runs; `cycle` is the one parsed last.
+        #: The exchange whose application runs.
         self.active: Exchange | None = None
         self._filling: asyncio.Future[None] | None = None
         self._drained: list[Callable[[], None]] = []
         self._refusal: ServiceError | None = None
-        self._closing_at: float | None = None
         self._eof = False
-        now = self.loop.time()
-        # Headers: begun when, bytes of the unfinished ones, and bytes by the parser's count.
-        self._header_since: float | None = None
-        self._header_fed = 0
-        self._header_parsed = 0
-        self._begun = 0
         self._muted = False
-        self._idle_since: float | None = now
-        self._fresh = True
-        # The last sweep's view of body and write.
-        self._window = 0.0
-        self._window_mark = 0
-        self._swept = now
-        self._write_mark: tuple[int, int] = (0, 0)
-        self._write_since = now
+        self._headers = HeaderMeter(self.limits.header_bytes)
+        self._patience = Patience(self.limits, self.loop.time())
 
     # -- connection ------------------------------------
 
@@ -175,8 +123,8 @@ class GemmProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client sends no more. It may still read, so what it asked for is answered."""
         self._eof = True
-        latest: Exchange | None = self.cycle  # type: ignore[assignment]
-        if self.lost.is_set() or self._closing_at is not None or latest is None or latest.response_complete:
+        latest: Exchange | None = self.cycle
+        if self.lost.is_set() or self._patience.lingering or latest is None or latest.response_complete:
             return False
         if latest.more_body:
             self._fail(
@@ -204,23 +152,17 @@ class GemmProtocol(HttpToolsProtocol):
     # -- parsing ------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None or self._closing_at is not None:
+        if self._refusal is not None or self._patience.lingering:
             return
-        within, begun = self._header_since is not None, self._begun
-        between = not within and (self.cycle is None or not self.cycle.more_body)
+        between = not self._headers.open and (self.cycle is None or not self.cycle.more_body)
+        self._headers.before()
         try:
             self._parse(data)
         except httptools.HttpParserError:
             self._unparsable(self._refusal or ServiceError("malformed", "this isn't HTTP/1.1"))
             return
-        if self._header_since is not None:
-            # What unfinished headers have taken so far, where that is known; else the parser's count bounds.
-            if within and self._begun == begun:
-                self._header_fed += len(data)
-            else:
-                self._header_fed = len(data) if between and self._begun == begun + 1 else 0
-            if self._header_fed > self.limits.header_bytes:
-                self._refuse(self._headers_too_large())
+        if not self._headers.fed(len(data), between=between):
+            self._refuse(self._headers_too_large())
 
     def _parse(self, data: bytes) -> None:
         while True:
@@ -236,7 +178,7 @@ class GemmProtocol(HttpToolsProtocol):
     def _decline_upgrade(self) -> None:
         """Another protocol was offered. We go on in this one, though the parser takes it as accepted."""
         self.parser = self._new_parser()
-        exchange: Exchange = self.cycle  # type: ignore[assignment]
+        exchange = self.cycle
         if not exchange.more_body:
             return
         length = exchange.content_length
@@ -256,11 +198,9 @@ class GemmProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._muted:
             return
-        self._begun += 1
         super().on_message_begin()
-        self._header_since = self.loop.time()
-        self._header_parsed = 0
-        self._idle_since = None
+        self._headers.begin()
+        self._patience.headers_begin(self.loop.time())
 
     def on_url(self, url: bytes) -> None:
         if self._muted:
@@ -275,8 +215,7 @@ class GemmProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _count_header(self, nbytes: int) -> None:
-        self._header_parsed += nbytes
-        if self._header_parsed > self.limits.header_bytes:
+        if not self._headers.parsed(nbytes):
             self._refusal = self._headers_too_large()
             raise self._refusal
 
@@ -289,7 +228,8 @@ class GemmProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._muted:
             return
-        self._header_since = None
+        self._headers.end()
+        self._patience.headers_end()
         if len(self.pipeline) >= PIPELINE:
             self._refusal = ServiceError(
                 "malformed", "too many requests wait on this connection", limit=PIPELINE
@@ -343,11 +283,11 @@ class GemmProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        self.cycle.received += len(body)  # type: ignore[attr-defined]
+        self.cycle.received += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade() and self.cycle.content_length != 0:  # type: ignore[attr-defined]
+        if self.parser.should_upgrade() and self.cycle.content_length != 0:
             return  # so the parser takes it; _decline_upgrade knows that the body is still to come
         self.cycle.more_body = False
         self.cycle.message_event.set()
@@ -416,8 +356,7 @@ class GemmProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         else:
-            self._fresh = False
-            self._idle_since = self.loop.time()
+            self._patience.idle(self.loop.time())
         if not self.pipeline:
             self.flow.resume_reading()
 
@@ -442,12 +381,12 @@ class GemmProtocol(HttpToolsProtocol):
 
     def _unparsable(self, error: ServiceError) -> None:
         """The parser gave up: within a body its exchange answers, else a refusal does."""
-        latest: Exchange | None = self.cycle  # type: ignore[assignment]
-        if self._header_since is None and self._refusal is None and latest is not None and latest.more_body:
+        latest: Exchange | None = self.cycle
+        if not self._headers.open and self._refusal is None and latest is not None and latest.more_body:
             if latest.response_complete:
                 self.transport.close()
                 return
-            self._closing_at = self.loop.time() + LINGER_SECONDS
+            self._patience.linger(self.loop.time())
             self._fail(latest, ServiceError("malformed", "the chunked body can't be parsed", field="body"))
             return
         self._refuse(error)
@@ -455,7 +394,8 @@ class GemmProtocol(HttpToolsProtocol):
     def _refuse(self, error: ServiceError) -> None:
         """Answer `error` once what came before it is answered, and end."""
         self._refusal = error
-        self._header_since = None
+        self._headers.end()
+        self._patience.headers_end()
         self.flow.pause_reading()
         if self.active is None and not self.pipeline:
             self._write_refusal(error)
@@ -473,7 +413,7 @@ class GemmProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """End our side; drop what the client sends for a while, so that no reset destroys what we said."""
-        self._closing_at = self.loop.time() + LINGER_SECONDS
+        self._patience.linger(self.loop.time())
         if self._eof or not self.can_direct:
             self.transport.close()
             return
@@ -504,64 +444,34 @@ class GemmProtocol(HttpToolsProtocol):
 
     def sweep(self, now: float) -> None:
         """Hold the connection to its times."""
-        elapsed, self._swept = now - self._swept, now
-        if self._sweep_write(now):
-            return
-        if self._closing_at is not None and now >= self._closing_at:
+        verdict = self._patience.look(now, self._seen())
+        if verdict is Verdict.CUT:
             self.cut()
-        elif self.transport.is_closing() or self._closing_at is not None or self._refusal is not None:
-            pass
-        elif self._header_since is not None:
-            self._sweep_header(now)
-        elif self._idle_since is not None:
-            allowed = self.limits.header_seconds if self._fresh else self.limits.keep_alive_seconds
-            if now - self._idle_since > allowed:
-                self.transport.close()
-        else:
-            self._sweep_body(elapsed)
-        if self._eof:
+        elif verdict is Verdict.CLOSE:
+            self.transport.close()
+        elif verdict is Verdict.LATE_HEADERS:
+            detail, limit = "the headers took longer than the limit", self.limits.header_seconds
+            self._refuse(ServiceError("request_timeout", detail, field="headers", limit=limit))
+        elif verdict is Verdict.SLOW_BODY:
+            rate, limit = self._patience.rate, self.limits.body_bytes_per_second
+            detail = f"the body came at {rate:.0f} bytes a second, below the least rate"
+            self._fail(self.cycle, ServiceError("request_timeout", detail, field="body", limit=limit))
+        elif self._eof:
             self._probe()
 
-    def _sweep_write(self, now: float) -> bool:
-        """Cut a client that reads nothing of what waits for it."""
-        waiting = 0 if self.lost.is_set() else self.transport.get_write_buffer_size()
-        mark = (waiting, self.active.sent if self.active is not None else 0)
-        if not waiting or mark != self._write_mark:
-            self._write_mark, self._write_since = mark, now
-            return False
-        if now - self._write_since <= self.limits.write_stall_seconds:
-            return False
-        self.cut()
-        return True
-
-    def _sweep_header(self, now: float) -> None:
-        assert self._header_since is not None
-        if self.flow.read_paused:
-            self._header_since = now  # we are the ones who don't read
-        elif now - self._header_since > self.limits.header_seconds:
-            limit = self.limits.header_seconds
-            detail = "the headers took longer than the limit"
-            self._refuse(ServiceError("request_timeout", detail, field="headers", limit=limit))
-
-    def _sweep_body(self, elapsed: float) -> None:
-        """Hold the body to its least rate, counting only time in which someone waits for it."""
-        exchange: Exchange | None = self.cycle  # type: ignore[assignment]
-        if exchange is None or not exchange.more_body:
-            self._window, self._window_mark = 0.0, 0
-            return
-        if not exchange.waiting:
-            return
-        received = exchange.received + (self.direct.received if self.direct is not None else 0)
-        self._window += elapsed
-        if self._window < self.limits.body_window_seconds:
-            return
-        rate = (received - self._window_mark) / self._window
-        self._window, self._window_mark = 0.0, received
-        if rate >= self.limits.body_bytes_per_second:
-            return
-        limit = self.limits.body_bytes_per_second
-        detail = f"the body came at {rate:.0f} bytes a second, below the least rate"
-        self._fail(exchange, ServiceError("request_timeout", detail, field="body", limit=limit))
+    def _seen(self) -> Seen:
+        latest: Exchange | None = self.cycle
+        body = None
+        if latest is not None and latest.more_body:
+            body = latest.received + (self.direct.received if self.direct is not None else 0)
+        return Seen(
+            unsent=0 if self.lost.is_set() else self.transport.get_write_buffer_size(),
+            pieces=0 if self.active is None else self.active.sent,
+            paused=self.flow.read_paused,
+            closing=self.transport.is_closing() or self._refusal is not None,
+            body=body,
+            awaited=latest is not None and latest.waiting,
+        )
 
 
 def _declared_length(headers: list[tuple[bytes, bytes]]) -> int | None:
