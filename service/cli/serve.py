@@ -149,7 +149,8 @@ def server_config(settings: Settings, app: Any) -> uvicorn.Config:
     """uvicorn with uvloop and httptools; the gate logs requests and names no software in headers."""
     import uvicorn
 
-    from service.protocol import GemmProtocol, Limits
+    from service.bounds import Limits
+    from service.protocol import GemmProtocol
 
     def refused(status: int) -> None:
         """Count what the protocol refused before there was a route."""

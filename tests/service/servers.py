@@ -12,7 +12,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from service.protocol import GemmProtocol, Limits
+from service.bounds import Limits
+from service.protocol import GemmProtocol
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from service.arena import Arena, Slots
+from service.bounds import Limits
 from service.errors import ServiceError
-from service.protocol import Limits
 from service.transfer import ClientGone, Transfer
 from tests.service.servers import serving
 
