@@ -28,7 +28,7 @@ from service.handle import Times
 from service.jobs import Jobs
 from service.keys import Keys
 from service.metrics import Metrics
-from service.routes import gemm, info, jobs, tensors
+from service.routes import gemm, info, jobs, schema, tensors
 from service.routes.plain import Shortcut
 from service.services import Services
 from service.settings import Settings
@@ -45,6 +45,12 @@ class App(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         # No layer of the framework answers errors: every exception reaches the gate, which words them all.
         return Gate(Shortcut(AsyncExitStackMiddleware(self.router), self, _ROUTERS), self)
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        if not self.openapi_schema:
+            self.openapi_schema = schema.hoist(super().openapi())
+        return self.openapi_schema
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:

@@ -82,6 +82,8 @@ class Memory:
     def reclaim(self, nbytes: int) -> int:
         """Evict until the arena has a piece of `nbytes`, unless all is too little; returns bytes freed."""
         before = self.nbytes
+        if self._fits(nbytes):
+            return 0
         evictable = sum(
             resident.slot.capacity
             for resident in self._residents.values()

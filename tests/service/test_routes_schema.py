@@ -1,0 +1,46 @@
+"""The OpenAPI document: every reference resolves, every route is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from service.app import create_app
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return create_app().openapi()
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for one in value.values():
+            yield from references(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from references(one)
+
+
+def test_every_reference_resolves(document: dict[str, Any]) -> None:
+    found = set(references(document))
+    assert "#/components/schemas/StepBody" in found
+    for reference in found:
+        place: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            assert part in place, reference
+            place = place[part]
+
+
+def test_every_operation_says_what_it_is(document: dict[str, Any]) -> None:
+    assert {"/gemm", "/tensors/{name}", "/tensors", "/jobs", "/jobs/{job}"} <= set(document["paths"])
+    names = set()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], (method, path)
+            names.add(operation["operationId"])
+    assert len(names) == sum(map(len, document["paths"].values()))
