@@ -73,7 +73,7 @@ def probe(
     outcomes: dict[str, Outcome] = {}
     waiting = list(names)
     while waiting:
-        for outcome in _one_child(waiting, subject, index, limit, start):
+        for outcome in _one_child(tuple(waiting), subject, index, limit, start):
             outcomes[outcome.variant] = outcome
             waiting.remove(outcome.variant)
             on_outcome(outcome)
