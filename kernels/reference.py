@@ -252,7 +252,8 @@ def _compute(
         return
     kind = NUMPY[problem.dtype.compute]
     target = out if out.ndim == 3 else out[None]
-    straight = (target.dtype == kind or (library.way == "exact" and _plain(problem))) and not (
+    narrower = library.way == "exact" and _plain(problem) and target.dtype.itemsize <= kind.itemsize
+    straight = (target.dtype == kind or narrower) and not (
         problem.epilogue.reads_c and c is not None and np.may_share_memory(c, out)
     )
     acc = target if straight else scratch("acc", target.shape, kind)

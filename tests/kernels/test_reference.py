@@ -138,6 +138,14 @@ def test_uint16_is_bfloat16_and_out_may_be_c(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16, DType.FP32])
+def test_results_wider_than_the_compute_type(backend: Backend, dtype: DType) -> None:
+    problem = Problem(33, 21, 70, dtype=dtype, out_dtype=DType.FP64)
+    given_ = operands(problem)
+    assert check(problem, run(problem, given_, backend), **given_).ok
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_read_only_operands(backend: Backend) -> None:
     problem = Problem(32, 32, 32, dtype=DType.FP32, out_dtype=DType.FP32)
     given_ = operands(problem)
