@@ -156,19 +156,19 @@ def server(data: Path) -> Iterator[str]:
         "warning",
     ]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GEMM_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if "http" not in line:
-            raise SystemExit(f"the service did not start: exit status {process.wait()}")
-        url = line.split()[-1]
-        wait_until_ready(url)
-        print(f"  {url}, process {process.pid}, ready")
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        status = process.wait(timeout=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if "http" not in line:
+                raise SystemExit(f"the service did not start: exit status {process.wait()}")
+            url = line.split()[-1]
+            wait_until_ready(url)
+            print(f"  {url}, process {process.pid}, ready")
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(timeout=60)
     if status != 0:
         raise SystemExit(f"the service ended with status {status}")
 

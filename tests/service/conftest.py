@@ -1,0 +1,18 @@
+"""What several test modules share: one real service, for tests that leave it as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.service.real import Service
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A real service on the numpy reference, whose start needs no torch."""
+    flags = ("--backend", "numpy", "--arena-bytes", "256MiB", "--log-level", "warning")
+    made = Service(tmp_path_factory.mktemp("data"), *flags).ready()
+    yield made
+    made.close()
