@@ -1,0 +1,358 @@
+"""Loads, stores and atomics of a group of lanes: receives addresses a lane, hands on values a lane."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.virtual.detect import GRANULE, Clock
+from kernels.virtual.lanes import FLOAT, SIGNED, UNSIGNED, Value
+from kernels.virtual.memory import Span
+from kernels.virtual.report import Fault
+
+if TYPE_CHECKING:
+    from kernels.virtual.machine import Cta, Machine
+    from kernels.virtual.warp import Warp
+
+SHARED_HIGH = 0x7F00_0000  # upper half of generic addresses of shared memory
+
+
+class AccessMixin:
+    """What generated code calls to reach memory."""
+
+    warp: Warp
+    cta: Cta
+    machine: Machine
+    mask: np.ndarray
+    full: bool
+    lanes: int
+    at: int
+
+    # --- where ------------------------------------------------------------------------------------
+
+    def _chosen(self, mask: np.ndarray | None) -> np.ndarray | None:
+        """Lanes that take part; None for all 32."""
+        if mask is not None:
+            mask = mask & self.mask
+            return None if mask.all() else mask
+        return None if self.full else self.mask
+
+    def shared_span(self, address: int, size: int) -> tuple[Span, int]:
+        """The CTA's memory that an address in the cluster's window names, and the offset in it."""
+        rank = address >> 24
+        offset = address & 0xFFFFFF
+        cta = self.cta if rank == self.cta.rank else self.cta.cluster.member(rank)
+        if cta is None or cta.gone:
+            raise self._bad(
+                "bounds", f"shared memory of CTA {rank} of the cluster, which is not there (any more)"
+            )
+        if offset < 1024 or offset + size > cta.smem.end:
+            raise self._bad(
+                "bounds", f"{size} bytes of shared memory at {address:#x}; it ends at {cta.smem.end:#x}"
+            )
+        return cta.smem, offset
+
+    def _bad(self, kind: str, text: str) -> Fault:
+        return Fault(kind, f"{self.warp} at {self.machine.place(self.at)}: {text}")
+
+    def _aligned(self, address: Value, size: int) -> None:
+        low = address & (size - 1)
+        if low if isinstance(low, int) else low.any():
+            bad = address if isinstance(address, int) else int(address[np.flatnonzero(low)[0]])
+            raise self._bad("alignment", f"address {bad:#x} is no multiple of {size}")
+
+    def _span(self, space: str, address: Value, size: int) -> tuple[Span, Any]:
+        """Memory that holds all addresses, and their offsets in it. Vectors hold only acting lanes."""
+        if isinstance(address, int):
+            if space == "shared":
+                return self.shared_span(address, size)
+            span = self._find(address, size)
+            return span, address - span.start
+        low, high = int(address.min()), int(address.max())
+        if space == "shared":
+            span, _ = self.shared_span(low, high - low + size)
+            return span, address & np.uint32(0xFFFFFF)
+        span = self._find(low, high - low + size)
+        return span, address - np.uint64(span.start)
+
+    def _find(self, address: int, size: int) -> Span:
+        try:
+            return self.machine.memory.find(address, size)
+        except Fault as fault:
+            raise self._bad(fault.finding.kind, fault.finding.text) from fault
+
+    def _space_of(self, address: Value) -> tuple[str, Value]:
+        """The space of a generic address."""
+        first = address if isinstance(address, int) else int(address[0])
+        if first >> 32 == SHARED_HIGH:
+            return "shared", (first & 0xFFFFFFFF if isinstance(address, int) else address.astype(np.uint32))
+        return "global", address
+
+    # --- loads ------------------------------------------------------------------------------------
+
+    def load_shared(
+        self, address: Value, size: int, count: int, mask: np.ndarray | None = None, sync: bool = False
+    ) -> Any:
+        """ld.shared."""
+        return self._load("shared", address, size, count, mask, sync)
+
+    def load_global(
+        self, address: Value, size: int, count: int, mask: np.ndarray | None = None, sync: bool = False
+    ) -> Any:
+        """ld.global."""
+        return self._load("global", address, size, count, mask, sync)
+
+    def load_generic(
+        self, address: Value, size: int, count: int, mask: np.ndarray | None = None, sync: bool = False
+    ) -> Any:
+        """ld."""
+        space, address = self._space_of(address)
+        return self._load(space, address, size, count, mask, sync)
+
+    def load_param(self, address: Value, size: int, count: int, mask: Any = None, sync: bool = False) -> Any:
+        """ld.param through a register."""
+        assert isinstance(address, int)
+        for parameter in self.cta.params:
+            if parameter.address <= address < parameter.address + len(parameter.data):
+                return parameter.read(address - parameter.address, size, count)
+        raise self._bad("bounds", f"no parameter at {address:#x}")
+
+    def _load(
+        self, space: str, address: Value, size: int, count: int, mask: np.ndarray | None, sync: bool
+    ) -> Any:
+        width = size * count
+        if isinstance(address, int):
+            self._aligned(address, width)
+            span, offset = self._span(space, address, width)
+            self._note(span, offset, width, write=False, sync=sync)
+            item = offset // size
+            view = span.views[size]
+            return view[item].item() if count == 1 else tuple(view[item : item + count].tolist())
+        chosen = self._chosen(mask)
+        picked = address if chosen is None else address[chosen]
+        if picked.size == 0:
+            zero = np.zeros(32, UNSIGNED[size * 8])
+            return zero if count == 1 else (zero,) * count
+        self._aligned(picked, width)
+        span, offset = self._span(space, picked, width)
+        self._note(span, offset, width, write=False, sync=sync)
+        item = (offset // size).astype(np.int64)
+        if count == 1:
+            return self._spread(span.views[size][item], chosen)
+        found = span.views[size][item[:, None] + np.arange(count)]
+        return tuple(self._spread(np.ascontiguousarray(found[:, k]), chosen) for k in range(count))
+
+    @staticmethod
+    def _spread(values: np.ndarray, chosen: np.ndarray | None) -> np.ndarray:
+        if chosen is None:
+            return values
+        out = np.zeros(32, values.dtype)
+        out[chosen] = values
+        return out
+
+    # --- stores -----------------------------------------------------------------------------------
+
+    def store_shared(
+        self,
+        address: Value,
+        size: int,
+        values: tuple[Value, ...],
+        mask: np.ndarray | None = None,
+        sync: bool = False,
+    ) -> None:
+        """st.shared."""
+        self._store("shared", address, size, values, mask, sync)
+
+    def store_global(
+        self,
+        address: Value,
+        size: int,
+        values: tuple[Value, ...],
+        mask: np.ndarray | None = None,
+        sync: bool = False,
+    ) -> None:
+        """st.global."""
+        self._store("global", address, size, values, mask, sync)
+
+    def store_generic(
+        self,
+        address: Value,
+        size: int,
+        values: tuple[Value, ...],
+        mask: np.ndarray | None = None,
+        sync: bool = False,
+    ) -> None:
+        """st."""
+        if isinstance(address, np.ndarray) and not self.full:
+            first = int(address[np.argmax(self.mask)])
+            space = "shared" if first >> 32 == SHARED_HIGH else "global"
+            self._store(
+                space, address.astype(np.uint32) if space == "shared" else address, size, values, mask, sync
+            )
+            return
+        space, address = self._space_of(address)
+        self._store(space, address, size, values, mask, sync)
+
+    def _store(
+        self,
+        space: str,
+        address: Value,
+        size: int,
+        values: tuple[Value, ...],
+        mask: np.ndarray | None,
+        sync: bool,
+    ) -> None:
+        count = len(values)
+        width = size * count
+        dtype = UNSIGNED[size * 8]
+        self.machine.progress += space == "global" or sync
+        chosen = self._chosen(mask)
+        if isinstance(address, int):
+            if chosen is not None and not chosen.any():
+                return
+            self._aligned(address, width)
+            span, offset = self._span(space, address, width)
+            self._note(span, offset, width, write=True, sync=sync)
+            last = 31 if chosen is None else int(np.flatnonzero(chosen)[-1])
+            for k, value in enumerate(values):  # of several lanes one wins
+                span.views[size][offset // size + k] = value[last] if isinstance(value, np.ndarray) else value
+            return
+        picked = address if chosen is None else address[chosen]
+        if picked.size == 0:
+            return
+        self._aligned(picked, width)
+        span, offset = self._span(space, picked, width)
+        self._note(span, offset, width, write=True, sync=sync)
+        if count == 1:
+            value = values[0]
+            if chosen is not None and isinstance(value, np.ndarray):
+                value = value[chosen]
+            span.views[size][offset // size] = value
+            return
+        rows = np.empty((32, count), dtype)
+        for k, value in enumerate(values):
+            rows[:, k] = value
+        if chosen is not None:
+            rows = rows[chosen]
+        if width <= 16:
+            item = rows.view(span.views[width].dtype).reshape(-1)
+            span.views[width][offset // width] = item
+        else:
+            span.views[size][(offset // size)[:, None].astype(np.int64) + np.arange(count)] = rows
+
+    # --- matrices ---------------------------------------------------------------------------------
+
+    def store_matrix(self, address: np.ndarray, values: tuple[Value, ...], trans: bool) -> None:
+        """stmatrix: lane t of matrix k names row t; register k of lane t holds elements 2(t%4) of row t/4."""
+        count = len(values)
+        rows = address[: 8 * count]
+        self._aligned(rows, 16)
+        span, offset = self._span("shared", rows, 16)
+        self._note(span, offset, 16, write=True, sync=False)
+        for k, value in enumerate(values):
+            matrix = np.broadcast_to(np.asarray(value, np.uint32), (32,)).copy().view(np.uint16).reshape(8, 8)
+            if trans:
+                matrix = np.ascontiguousarray(matrix.T)
+            span.views[16][offset[8 * k : 8 * k + 8] >> 4] = matrix.view(np.complex128).reshape(8)
+
+    def load_matrix(self, address: np.ndarray, count: int, trans: bool) -> list[np.ndarray]:
+        """ldmatrix."""
+        rows = address[: 8 * count]
+        self._aligned(rows, 16)
+        span, offset = self._span("shared", rows, 16)
+        self._note(span, offset, 16, write=False, sync=False)
+        out = []
+        for k in range(count):
+            matrix = span.views[16][offset[8 * k : 8 * k + 8] >> 4].view(np.uint16).reshape(8, 8)
+            if trans:
+                matrix = np.ascontiguousarray(matrix.T)
+            out.append(matrix.view(np.uint32).reshape(32))
+        return out
+
+    # --- atomics ----------------------------------------------------------------------------------
+
+    def atomic(
+        self,
+        space: str,
+        op: str,
+        kind: str,
+        address: Value,
+        operands: tuple[Value, ...],
+        mask: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """atom and red: lane by lane, in order; hands back the old values."""
+        if space == "generic":
+            space, address = self._space_of(address)
+        width = 32 if kind.endswith("x2") else int("".join(c for c in kind.lstrip("b") if c.isdigit()))
+        chosen = self._chosen(mask)
+        members = range(32) if chosen is None else np.flatnonzero(chosen).tolist()
+        old = np.zeros(32, UNSIGNED[width])
+        size = width // 8
+        for lane in members:
+            where = address if isinstance(address, int) else int(address[lane])
+            self._aligned(where, size)
+            span, offset = self._span(space, where, size)
+            self._note(span, offset, size, write=True, sync=True)
+            view = span.views[size]
+            before = int(view[offset // size])
+            values = [v if isinstance(v, int) else int(v[lane]) for v in operands]
+            old[lane] = before
+            view[offset // size] = combine(op, kind, before, values)
+        self.machine.progress += 1
+        return old
+
+    # --- the detector -----------------------------------------------------------------------------
+
+    def _note(self, span: Span, offset: Any, width: int, *, write: bool, sync: bool) -> None:
+        """Tell the detector of a generic access; a synchronizing one orders instead of racing."""
+        detector = self.machine.detector
+        if detector is None:
+            return
+        warp = self.warp
+        if sync:
+            key = (id(span), int(offset if isinstance(offset, int) else offset.min()))
+            warp.acquire(self.machine.sync_clocks.get(key, (0, 0)))
+            if write:
+                clock: Clock = warp.release()
+                held = self.machine.sync_clocks.get(key, (0, 0))
+                self.machine.sync_clocks[key] = (held[0] | clock[0], held[1] | clock[1])
+            return
+        number = detector.access(warp.node, self.at, True, str(warp), self.machine.place(self.at))
+        shadow = span.with_shadow()
+        if isinstance(offset, int):
+            place: Any = slice(offset // GRANULE, -(-(offset + width) // GRANULE))
+        elif width <= GRANULE:
+            place = offset // GRANULE
+        else:
+            place = (offset // GRANULE)[:, None] + np.arange(width // GRANULE, dtype=offset.dtype)
+        (detector.write if write else detector.read)(shadow, place, number, warp.clock)
+
+
+def combine(op: str, kind: str, before: int, values: list[int]) -> int:
+    """The new value of an atomic operation."""
+    value = values[0]
+    if op == "exch":
+        return value
+    if op == "cas":
+        return values[1] if before == value else before
+    width = 32 if kind.endswith("x2") else int("".join(c for c in kind.lstrip("b") if c.isdigit()))
+    raw = UNSIGNED[width]
+    if kind.endswith("x2") or kind in FLOAT:
+        dtype: Any = FLOAT[kind.removesuffix("x2")]
+        a, b = (np.array([x], raw).view(dtype) for x in (before, value))
+        out = {"add": a + b, "min": np.fmin(a, b), "max": np.fmax(a, b)}[op].astype(dtype)
+        return int(out.view(raw)[0])
+    top = (1 << width) - 1
+    if op == "inc":
+        return 0 if before >= value else before + 1
+    if op == "dec":
+        return value if before == 0 or before > value else before - 1
+    a_int, b_int = before, value
+    if kind[0] == "s":
+        a_int, b_int = (int(raw(x).view(SIGNED[width])) for x in (before, value))
+    result = {
+        "add": a_int + b_int, "min": min(a_int, b_int), "max": max(a_int, b_int),
+        "and": before & value, "or": before | value, "xor": before ^ value,
+    }[op]  # fmt: skip
+    return result & top

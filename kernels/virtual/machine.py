@@ -1,0 +1,569 @@
+"""The virtual GPU: receives a program and a launch, hands on a `Run` of it under one schedule.
+
+Warps run one at a time until they wait. Asynchronous work is done when the schedule says: *early* at once,
+*late* only when no warp can go on, *random* in between, in an order drawn from a seed, with warps preempted
+too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kernels.virtual.barriers import MBarrier, Meeting
+from kernels.virtual.copies import Issue
+from kernels.virtual.detect import Clock, Detector, Shadow, join
+from kernels.virtual.memory import GlobalMemory, Parameter, Span
+from kernels.virtual.report import Fault, Finding, Run
+from kernels.virtual.tensor import COLUMNS, LANES
+from kernels.virtual.tensormap import TensorMap
+from kernels.virtual.translate import Program
+from kernels.virtual.warp import GATHER, Group, Warp
+
+SMEM_BYTES = 232_448  # the most a CTA may ask for on sm_90 and sm_100
+RESERVED = 1024  # at the bottom of each CTA's window
+_LONG = 1 << 40
+_SPIN_LIMIT = 200_000  # blocks run without any progress before a spin counts as a deadlock
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the host asked for."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_bytes: int
+    params: tuple[bytes, ...]
+    explicit_cluster: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When asynchronous work is done: "late", "early" or "random"."""
+
+    kind: str
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"random {self.seed}" if self.kind == "random" else self.kind
+
+
+LATE, EARLY = Schedule("late"), Schedule("early")
+
+
+def schedules(count: int = 3) -> list[Schedule]:
+    """Late, early and as many random ones as are left."""
+    return [LATE, EARLY, *(Schedule("random", seed) for seed in range(1, count - 1))][:count]
+
+
+class Cluster:
+    """CTAs that share a window of shared memory."""
+
+    def __init__(self, machine: Machine, index: tuple[int, int, int]) -> None:
+        launch = machine.launch
+        self.index = index
+        self.shape = launch.cluster
+        self.grid = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
+        self.size = int(np.prod(launch.cluster))
+        self.explicit = int(launch.explicit_cluster)
+        self.meeting = Meeting(f"cluster barrier of cluster {index}")
+        self.members = [Cta(machine, self, rank) for rank in range(self.size)]
+
+    def member(self, rank: int) -> Cta | None:
+        """The CTA of a rank."""
+        return self.members[rank] if rank < self.size else None
+
+    def owner(self, span: Span) -> Cta:
+        """The CTA whose shared memory this is."""
+        return next(m for m in self.members if m.smem is span)
+
+    def live_threads(self) -> int:
+        """Threads that have not exited."""
+        return sum(m.live_threads() for m in self.members)
+
+
+class Cta:
+    """A thread block: its memories, barriers and warps."""
+
+    def __init__(self, machine: Machine, cluster: Cluster, rank: int) -> None:
+        launch = machine.launch
+        self.machine = machine
+        self.cluster = cluster
+        self.rank = rank
+        cx, cy, _ = launch.cluster
+        self.in_cluster = (rank % cx, rank // cx % cy, rank // (cx * cy))
+        self.index = tuple(
+            base * size + place
+            for base, size, place in zip(cluster.index, launch.cluster, self.in_cluster, strict=True)
+        )
+        self.label = ",".join(map(str, self.index))
+        self.grid, self.block = launch.grid, launch.block
+        self.window = rank << 24
+        self.sm = machine.next_sm()
+        self.params = machine.params
+        self.dynamic_bytes = launch.dynamic_bytes
+        self.smem_bytes = launch.program.static_bytes - RESERVED + launch.dynamic_bytes
+        size = RESERVED + self.smem_bytes
+        raw = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
+        self.smem = Span(f"shared memory of CTA {self.label}", self.window, size, self.window, raw)
+        self.smem.end = size
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.meetings: dict[int, Meeting] = {}
+        self.watched: dict[str, tuple[Meeting, int]] = {}
+        self.gone = False
+        self.relinquished = False
+        self.tmem = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
+        self.tmem_used = np.zeros(COLUMNS, bool)
+        self.tmem_blocks: dict[int, int] = {}
+        self._tmem_shadow: Shadow | None = None
+        self.register_waits: dict[int, dict[int, int]] = {}
+        threads = int(np.prod(launch.block))
+        self.warps = [Warp(self, n) for n in range(-(-threads // 32))]
+
+    def tmem_shadow(self) -> Shadow:
+        """The detector's notes on tensor memory: a row a group of 16 lanes, a column a word."""
+        if self._tmem_shadow is None:
+            shadow = Shadow(f"tensor memory of CTA {self.label}", LANES // 16 * COLUMNS * 4, 0)
+            shadow.fold(COLUMNS)
+            self._tmem_shadow = shadow
+        return self._tmem_shadow
+
+    def live_threads(self) -> int:
+        """Threads that have not exited; a warp that has left in part counts whole."""
+        return 32 * sum(not w.exited for w in self.warps)
+
+    def watch(self, meeting: Meeting, threads: int) -> None:
+        """Remember a barrier for all threads: it may open when others exit."""
+        self.watched[meeting.name] = (meeting, threads)
+
+    def lanes_left(self, group: Group) -> None:
+        """Some lanes have exited."""
+        warp = group.warp
+        if len(warp.groups) > 1:
+            return
+        for groups in warp.bulk.values():
+            for store in (s for g in groups for s in g):
+                if not store.waited:
+                    self.machine.find(
+                        "protocol",
+                        f"{warp} exits at {group.where()} without waiting for its {store.write.who}",
+                    )
+                    break
+        self.machine.exits.append(warp)
+
+    def settle_exits(self) -> None:
+        """A warp has gone: barriers for all threads may open, and the CTA may be over."""
+        for meeting, threads in self.watched.values():
+            if not threads and meeting.arrived:
+                meeting.expected = self.live_threads()
+                if meeting.arrived >= meeting.expected:
+                    meeting.open()
+                    self.machine.wake(meeting)
+        meeting = self.cluster.meeting
+        if meeting.arrived:
+            meeting.expected = self.cluster.live_threads()
+            if meeting.arrived >= meeting.expected:
+                meeting.open()
+                self.machine.wake(meeting)
+        if not self.gone and all(w.exited for w in self.warps):
+            self.gone = True
+            self._check_end()
+            self.machine.cta_over(self)
+
+    def _check_end(self) -> None:
+        for first, columns in self.tmem_blocks.items():
+            self.machine.find(
+                "tensor memory", f"CTA {self.label} exits without freeing {columns} columns at column {first}"
+            )
+        for barrier in self.mbarriers.values():
+            if barrier.bytes > 0:
+                self.machine.find("barrier", f"CTA {self.label} exits while {barrier} waits for bytes")
+
+    def set_registers(self, group: Group, way: str, count: int) -> bool:
+        """setmaxnreg: all four warps of a warpgroup have to execute it."""
+        warp = group.warp
+        key = warp.index // 4
+        arrived = self.register_waits.setdefault(key, {})
+        arrived.setdefault(warp.index, 0)
+        members = [w for w in self.warps if w.index // 4 == key]
+        if warp.registers == count and arrived[warp.index] == 1:
+            arrived[warp.index] = 0
+            return True
+        arrived[warp.index] = 2 if arrived[warp.index] == 0 else arrived[warp.index]
+        if all(arrived.get(w.index) == 2 for w in members):
+            for w in members:
+                w.registers = count
+                arrived[w.index] = 1
+            self.machine.wake(self.register_waits)
+            self.machine.progress += 1
+            arrived[warp.index] = 0
+            return True
+        group.block(self.register_waits)
+        return False
+
+
+@dataclass(slots=True)
+class Operation:
+    """Asynchronous work that has been issued."""
+
+    run: Callable[[], None]
+    engine: str
+    issue: Issue
+
+
+@dataclass(slots=True)
+class Options:
+    """How to run."""
+
+    schedule: Schedule = LATE
+    detect: bool = True
+    sms: int = 8
+    roles: dict[int, str] = field(default_factory=dict)
+    barriers: dict[int, str] = field(default_factory=dict)  # names by offset in shared memory
+    trace: Any = None
+
+
+class Machine:
+    """Runs one launch."""
+
+    def __init__(self, launch: Launch, memory: GlobalMemory, options: Options) -> None:
+        self.launch = launch
+        self.program = launch.program
+        self.memory = memory
+        self.options = options
+        self.roles = options.roles
+        self.detector = Detector() if options.detect else None
+        self.random = random.Random(options.schedule.seed)
+        self.sms = options.sms
+        self.trace = options.trace
+        self.params = [Parameter(data) for data in launch.params]
+        self.maps: dict[bytes, TensorMap] = {}
+        self.map_bytes: dict[int, bytes] = {}
+        self.sync_clocks: dict[Any, Clock] = {}
+        self.findings: list[Finding] = []
+        self.lints: dict[str, Finding] = {}
+        self.queues: dict[Any, deque[Operation]] = {}
+        self.loose: deque[Operation] = deque()
+        self.ready: deque[Warp] = deque()
+        self.waiters: dict[int, list[Warp]] = {}
+        self.exits: list[Warp] = []
+        self.progress = 0
+        self.retired = 0
+        self.names: dict[str, int] = {}
+        self._sm = 0
+        self._timeouts = False
+        self._places: dict[int, str] = {}
+        for name, size in (("grid", launch.grid), ("block", launch.block)):
+            if min(size) < 1:
+                raise Fault("protocol", f"a launch with {name} {size}")
+        if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
+            raise Fault("protocol", f"grid {launch.grid} is no multiple of cluster {launch.cluster}")
+        self._check_memory()
+        cgrid = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
+        self.pending = deque(
+            (x, y, z) for z in range(cgrid[2]) for y in range(cgrid[1]) for x in range(cgrid[0])
+        )
+        self.clusters: list[Cluster] = []
+
+    def _check_memory(self) -> None:
+        total = self.program.static_bytes - RESERVED + self.launch.dynamic_bytes
+        if total > SMEM_BYTES:
+            raise Fault(
+                "bounds", f"the kernel asks for {total} bytes of shared memory; a CTA has {SMEM_BYTES}"
+            )
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> Run:
+        """Run to the end, or to the first fault that ends it."""
+        begin = time.perf_counter()
+        with np.errstate(all="ignore"):
+            try:
+                self._start_clusters()
+                self._loop()
+            except Fault as fault:
+                self.findings.append(fault.finding)
+        if self.detector is not None:
+            self.findings.extend(self.detector.findings.values())
+        return Run(
+            str(self.options.schedule),
+            self.program.name,
+            self.findings,
+            list(self.lints.values()),
+            self.retired,
+            time.perf_counter() - begin,
+        )
+
+    def _start_clusters(self) -> None:
+        size = int(np.prod(self.launch.cluster))
+        while self.pending and (len(self.clusters) + 1) * size <= max(self.sms, size):
+            cluster = Cluster(self, self.pending.popleft())
+            self.clusters.append(cluster)
+            for cta in cluster.members:
+                for warp in cta.warps:
+                    self._enqueue(warp)
+
+    def _enqueue(self, warp: Warp) -> None:
+        if not warp.queued and not warp.exited:
+            warp.queued = True
+            self.ready.append(warp)
+
+    def _loop(self) -> None:
+        kind = self.options.schedule.kind
+        chance = kind == "random"
+        last_progress, idle = -1, 0
+        while True:
+            if chance and (self.loose or self.queues) and self.random.random() < 0.3:
+                self._do_one()
+            if self.ready:
+                warp = self._next_warp(chance)
+                warp.run(self.random.randrange(1, 60) if chance else 4096)
+                self._after(warp)
+                if self.progress == last_progress:
+                    idle += 1
+                    if idle > _SPIN_LIMIT:
+                        raise Fault("deadlock", "warps spin without progress\n" + self.waiting())
+                else:
+                    last_progress, idle = self.progress, 0
+                continue
+            if self.loose or self.queues:
+                self._do_one()
+                continue
+            if not self.clusters:
+                return
+            self._stuck()
+
+    def _next_warp(self, chance: bool) -> Warp:
+        if chance and len(self.ready) > 1:
+            self.ready.rotate(-self.random.randrange(len(self.ready)))
+        warp = self.ready.popleft()
+        warp.queued = False
+        return warp
+
+    def _after(self, warp: Warp) -> None:
+        """Queue the warp again, or note what it waits for."""
+        while self.exits:
+            gone = self.exits.pop()
+            self.progress += 1
+            gone.cta.settle_exits()
+        if warp.exited:
+            return
+        if len(warp.groups) > 1:
+            warp.merge_all()
+        runnable = False
+        for group in warp.groups:
+            if group.blocked is None:
+                runnable = True
+            elif group.blocked is not GATHER:
+                reason = group.blocked[0] if isinstance(group.blocked, tuple) else group.blocked
+                waiters = self.waiters.setdefault(id(reason), [])
+                if warp not in waiters:
+                    waiters.append(warp)
+        if runnable:
+            self._enqueue(warp)
+
+    def _stuck(self) -> None:
+        """Nothing runs or is in flight: waits time out once; without progress since, it is a deadlock."""
+        if self._timeouts and self._stuck_at == self.progress:
+            raise Fault("deadlock", "no warp can go on and nothing is in flight\n" + self.waiting())
+        self._timeouts, self._stuck_at = True, self.progress
+        found = False
+        for cluster in self.clusters:
+            for cta in cluster.members:
+                for warp in cta.warps:
+                    for group in warp.groups:
+                        if isinstance(group.blocked, tuple):
+                            group.timed_out = True
+                            group.blocked = None
+                            found = True
+                    if any(g.blocked is None for g in warp.groups):
+                        self._enqueue(warp)
+        if not found:
+            raise Fault("deadlock", "no warp can go on and nothing is in flight\n" + self.waiting())
+
+    _stuck_at = -1
+
+    def waiting(self) -> str:
+        """Who waits for what, one line a group of lanes."""
+        lines: list[str] = []
+        for cluster in self.clusters:
+            for cta in cluster.members:
+                for warp in cta.warps:
+                    lines.extend(self._wait_line(group) for group in warp.groups)
+        return "\n".join(f"    {line}" for line in lines)
+
+    def _wait_line(self, group: Group) -> str:
+        why = group.blocked
+        lanes = "" if group.full else f", {group.lanes} lanes"
+        if isinstance(why, tuple) or (group.timed_out and why is None):
+            barrier, state = why if isinstance(why, tuple) else (None, 0)
+            text = f"waits for phase {state & 1} to end on {barrier}" if barrier else "polls"
+        elif why is GATHER:
+            text = "waits for the other lanes of its warp"
+        elif isinstance(why, Meeting):
+            text = f"waits at {why}"
+        else:
+            text = "waits" if why is not None else "runs"
+        return f"{group.who()}{lanes} at {group.where()}: {text}"
+
+    # --- asynchronous work ------------------------------------------------------------------------
+
+    def submit(self, run: Callable[[], None], engine: str, issue: Issue, queue: Any = None) -> None:
+        """Take in work; of one queue it is done in order."""
+        if self.trace is not None:
+            self.trace.issued(engine, issue, self)
+        operation = Operation(run, engine, issue)
+        if self.options.schedule.kind == "early":
+            self._do(operation)
+        elif queue is None:
+            self.loose.append(operation)
+        else:
+            self.queues.setdefault(queue, deque()).append(operation)
+
+    def _do_one(self) -> None:
+        """Do one piece of work: the oldest, or under a random schedule any that may be next."""
+        loose, queues = len(self.loose), list(self.queues)
+        pick = 0
+        if self.options.schedule.kind == "random":
+            pick = self.random.randrange(loose + len(queues))
+        if pick < loose:
+            self.loose.rotate(-pick)
+            operation = self.loose.popleft()
+            self.loose.rotate(pick)
+        else:
+            key = queues[pick - loose]
+            queue = self.queues[key]
+            operation = queue.popleft()
+            if not queue:
+                del self.queues[key]
+        self._do(operation)
+
+    def _do(self, operation: Operation) -> None:
+        self.progress += 1
+        operation.run()
+        if self.trace is not None:
+            self.trace.done(operation.engine, operation.issue, self)
+
+    def complete(self, barrier: MBarrier, nbytes: int, clock: Clock, who: str) -> None:
+        """Bytes have landed."""
+        if barrier.cta.gone:
+            raise Fault("protocol", f"{who} completes bytes on {barrier}, whose CTA has exited")
+        barrier.bytes -= nbytes
+        barrier.gathering = join(barrier.gathering, clock)
+        self.progress += 1
+        if barrier.settle():
+            self.wake(barrier)
+
+    def arrive(self, barrier: MBarrier, count: int, clock: Clock, who: str) -> None:
+        """Arrivals on an mbarrier."""
+        if barrier.cta.gone:
+            raise Fault("protocol", f"{who} arrives on {barrier}, whose CTA has exited")
+        if count > barrier.pending:
+            raise Fault("barrier", f"{who} arrives beyond the count: {barrier}")
+        barrier.pending -= count
+        barrier.gathering = join(barrier.gathering, clock)
+        self.progress += 1
+        if barrier.settle():
+            self.wake(barrier)
+
+    def wake(self, reason: Any) -> None:
+        """Let those who wait for something look again."""
+        for warp in self.waiters.pop(id(reason), ()):
+            warp.wake()
+            self._enqueue(warp)
+
+    # --- CTAs -------------------------------------------------------------------------------------
+
+    def next_sm(self) -> int:
+        """SMs in turn."""
+        self._sm += 1
+        return (self._sm - 1) % self.sms
+
+    def cta_over(self, cta: Cta) -> None:
+        """A CTA has exited; with its cluster over, another one starts."""
+        if all(m.gone for m in cta.cluster.members):
+            self.clusters.remove(cta.cluster)
+            self._start_clusters()
+
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Cluster launch control: first CTA of a cluster that a caller takes over before it starts."""
+        if not self.pending:
+            return None
+        index = self.pending.popleft()
+        x, y, z = (i * c for i, c in zip(index, self.launch.cluster, strict=True))
+        return x, y, z
+
+    # --- what groups ask --------------------------------------------------------------------------
+
+    def time_out_now(self) -> bool:
+        """Under a random schedule a try_wait sometimes gives up at once."""
+        return self.options.schedule.kind == "random" and self.random.random() < 0.05
+
+    def let_others_run(self, group: Group) -> bool:
+        """nanosleep."""
+        return True
+
+    def read_map(self, address: int) -> bytes:
+        """The 128 bytes of a tensor map, in a parameter or in global memory."""
+        found = self.map_bytes.get(address)
+        if found is not None:
+            return found
+        if address % 64:
+            raise Fault("alignment", f"tensor map at {address:#x} is no multiple of 64")
+        for parameter in self.params:
+            offset = address - parameter.address
+            if offset >= 0 and offset + 128 <= len(parameter.data):
+                self.map_bytes[address] = parameter.data[offset : offset + 128]
+                return self.map_bytes[address]
+        span = self.memory.find(address, 128)
+        return span.raw[address - span.start : address - span.start + 128].tobytes()
+
+    def place(self, at: int) -> str:
+        """An instruction for a report: source line if known, PTX line, mnemonic."""
+        found = self._places.get(at)
+        if found is None:
+            instr = self.program.instrs[at]
+            where = f"{instr.source}" if instr.source else f"PTX line {instr.line}"
+            found = self._places[at] = f"{where} ({instr.op.split('.mbarrier::')[0]})"
+        return found
+
+    def find(self, kind: str, text: str) -> None:
+        """Note a fault that doesn't end the run."""
+        self.findings.append(Finding(kind, text))
+
+    def lint(self, at: int, text: str) -> None:
+        """Note something questionable, once a place."""
+        key = f"{self.place(at)}: {text.split(' of CTA', maxsplit=1)[0]}"
+        self.lints.setdefault(key, Finding("at", f"{self.place(at)}: {text}"))
+
+    def barrier_name(self, at: int, offset: int, cta: Cta) -> str:
+        """A barrier's name: given, or read off the source line that initializes it."""
+        if offset in self.options.barriers:
+            return self.options.barriers[offset]
+        from kernels.virtual.names import barrier_in_source
+
+        found = barrier_in_source(self.program.instrs[at].source)
+        if found is None:
+            return f"mbarrier at {offset:#x}"
+        key = f"{cta.label} {found}"
+        self.names[key] = self.names.get(key, -1) + 1
+        return f"{found}[{self.names[key]}]"
+
+
+def launch_machine(launch: Launch, buffers: Sequence[tuple[str, int, int]], options: Options) -> Run:
+    """Run a launch over named buffers (name, address, bytes)."""
+    memory = GlobalMemory()
+    for name, address, size in buffers:
+        memory.add(name, address, size)
+    return Machine(launch, memory, options).run()
+
+
+__all__ = ["EARLY", "LATE", "Launch", "Machine", "Options", "Schedule", "launch_machine", "schedules"]
