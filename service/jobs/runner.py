@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: Seconds between tries: doubled from the first to the last.
 FIRST_DELAY, LAST_DELAY = 0.05, 5.0
 #: Seconds that a step waits for room (arena or disk) before it fails.
-ROOM_PATIENCE = 60.0
+ROOM_PATIENCE = 300.0
 #: Times that a step may end with its worker: each time the supervisor has tried twice.
 WORKER_TRIES = 3
 #: Seconds between looks for a worker.

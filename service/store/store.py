@@ -198,7 +198,7 @@ class TensorStore:
         self.memory = Memory(slots, settings.store_memory_bytes, self._evicted_only_copy)
         self.disk_budget = settings.store_disk_bytes
         self.disk_bytes = 0
-        self._by_owner: dict[str, int] = {}
+        self.bytes_by_owner: dict[str, int] = {}
         self.clock = clock
         self._forget = forget
         self._names: Names[Content] = Names()
@@ -316,7 +316,7 @@ class TensorStore:
 
     def check_share(self, owner: str, nbytes: int, share: int | None) -> None:
         """Refuse what is beyond an owner's share of the disk, if it has one: quota."""
-        used = self._by_owner.get(owner, 0)
+        used = self.bytes_by_owner.get(owner, 0)
         if share is not None and used + nbytes > share:
             raise ServiceError(
                 "quota", f"this key's owner keeps {used} bytes of tensors and results", limit=share
@@ -590,9 +590,9 @@ class TensorStore:
     def _charge(self, content: Content, nbytes: int) -> None:
         self.disk_bytes += nbytes
         owner = content.row.owner
-        self._by_owner[owner] = self._by_owner.get(owner, 0) + nbytes
-        if not self._by_owner[owner]:
-            del self._by_owner[owner]
+        self.bytes_by_owner[owner] = self.bytes_by_owner.get(owner, 0) + nbytes
+        if not self.bytes_by_owner[owner]:
+            del self.bytes_by_owner[owner]
 
     async def _write(self, content: Content, data: memoryview) -> None:
         row = content.row

@@ -467,8 +467,8 @@ class TestModel:
         ("code", "count", "seconds", "again"),
         [
             ("queue_full", 1000, 1e6, True),
-            ("no_room", 5, 59.0, True),
-            ("no_room", 5, 61.0, False),
+            ("no_room", 5, 299.0, True),
+            ("no_room", 5, 301.0, False),
             ("no_worker", runner.WORKER_TRIES, 0.0, False),
             ("deadline", 0, 0.0, False),
             ("unsupported", 0, 0.0, False),

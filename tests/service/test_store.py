@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from service.errors import ServiceError
 from service.folder import FolderTaken
-from service.store import Conditions, TensorStore, files
+from service.store import Conditions, Hold, Pin, TensorStore, files
 from tests.service.storing import MIB, Clock, Settings, get, open_store, put, tensor
 
 ROOT = Path(__file__).parents[2]
@@ -544,3 +544,100 @@ class TestKilled:
             on_disk = list(tensors.iterdir())
             assert len(on_disk) == len(kept)
             assert sum(file.stat().st_size for file in on_disk) == store.disk_bytes
+
+
+class TestAgainstAModel:
+    """Random operations, many at once, against a dictionary; then everything must add up."""
+
+    @pytest.mark.parametrize("seed", range(6))
+    async def test_agrees(self, settings: Settings, seed: int) -> None:
+        settings.store_memory_bytes = 6 * 4096
+        settings.arena_bytes = 16 * 4096
+        random = np.random.default_rng(seed)
+        clock = Clock()
+        model: dict[tuple[str, str], bytes] = {}
+        expiry: dict[tuple[str, str], float] = {}
+        for _ in range(3):  # with restarts between
+            async with open_store(settings, clock=clock) as store:
+                self.compare(store, model, expiry, clock)
+                pins: list[tuple[Pin | Hold, bytes]] = []
+                for _ in range(60):
+                    await self.operate(random, store, model, expiry, clock, pins)
+                for pin, data in pins:
+                    await self.check_pin(store, pin, data)
+                await store.sweep(clock.now)
+                await settle(store)
+                self.compare(store, model, expiry, clock)
+                files_ = list((settings.data / "tensors").iterdir())
+                assert len(files_) == len(store._contents) == self.live(model, expiry, clock)
+                assert sum(file.stat().st_size for file in files_) == store.disk_bytes
+                assert store.memory.nbytes == store.memory.slots.bytes_by_state["tensor"]
+                assert store.memory.nbytes <= settings.store_memory_bytes
+                assert store.bytes_by_owner == {
+                    owner: sum(c.disk_bytes for c in store._contents.values() if c.row.owner == owner)
+                    for owner in {c.row.owner for c in store._contents.values()}
+                }
+
+    @staticmethod
+    async def operate(
+        random: np.random.Generator,
+        store: TensorStore,
+        model: dict[tuple[str, str], bytes],
+        expiry: dict[tuple[str, str], float],
+        clock: Clock,
+        pins: list[tuple[Pin | Hold, bytes]],
+    ) -> None:
+        owner, name = str(random.choice(["ann", "bob"])), str(random.choice(["a", "b", "c", "d"]))
+        key = (owner, name)
+        there = key in model and clock.now < expiry.get(key, np.inf)
+        match random.choice(["put", "soft", "delete", "pin", "hold", "release", "evict", "time"]):
+            case "put" | "soft" as kind:
+                array = tensor(int(random.integers(0, 30)), 30, int(random.integers(1 << 30)))
+                ttl = float(random.integers(1, 50)) if random.random() < 0.3 else None
+                try:
+                    await put(store, owner, name, array, ttl=ttl, durable=kind == "put")
+                except ServiceError as error:
+                    if error.code != "no_room" or not pins:
+                        raise
+                    return
+                model[key] = array.tobytes()
+                expiry[key] = np.inf if ttl is None else clock.now + ttl
+            case "delete" if there:
+                await store.delete(owner, name)
+                del model[key]
+            case "pin" | "hold" as kind if there and len(pins) < 6:
+                pins.append((await store.pin(*key) if kind == "pin" else store.hold(*key), model[key]))
+            case "pin" | "delete" if not there:
+                with refused("not_found"):
+                    await store.pin(owner, name)
+            case "release" if pins:
+                await TestAgainstAModel.check_pin(store, *pins.pop(int(random.integers(len(pins)))))
+            case "evict":
+                store.reclaim(int(random.integers(1, 16 * 4096)))
+            case "time":
+                clock.now += 5
+
+    @staticmethod
+    async def check_pin(store: TensorStore, pin: Pin | Hold, data: bytes) -> None:
+        if isinstance(pin, Pin):
+            assert bytes(pin.view()) == data
+        else:
+            assert await store.read(pin, 0, len(data)) == data
+        pin.release()
+
+    @staticmethod
+    def live(model: dict[tuple[str, str], bytes], expiry: dict[tuple[str, str], float], clock: Clock) -> int:
+        return sum(clock.now < expiry[key] for key in model)
+
+    @staticmethod
+    def compare(
+        store: TensorStore,
+        model: dict[tuple[str, str], bytes],
+        expiry: dict[tuple[str, str], float],
+        clock: Clock,
+    ) -> None:
+        for owner in ("ann", "bob"):
+            entries, _ = store.entries(owner, "", 99)
+            want = sorted(n for (o, n) in model if o == owner and clock.now < expiry[o, n])
+            assert [entry.name for entry in entries] == want
+            assert all(entry.durable for entry in entries)
