@@ -1,0 +1,312 @@
+"""Measured times for the selector: receives shapes and a device, hands on a table kept by device, driver and build.
+
+    python -m kernels tune [--device auto] [--shape 4096x4096x4096 …] [--dtype fp16] [--layout nt] [--fast]
+
+Each variant that takes a shape is timed on inputs from a normal distribution, several sets in turn so that no
+cache holds them; the variants take turns, and the median counts. The table overrides the selector's estimates
+on this very device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernels import cublas, reference
+from kernels.device import Device, describe_cpu
+from kernels.libraries import check_private
+from kernels.probe import default_folder
+from kernels.problem import DType, Problem
+from kernels.selector import Variant, choose, table_key
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kernels.runtime import Runtime
+
+GPU_SHAPES = (
+    "512x512x512", "1024x1024x1024", "2048x2048x2048", "4096x4096x4096", "8192x8192x8192",
+    "16384x4096x4096", "4096x14336x4096", "4096x4096x14336", "8192x28672x8192",
+    "1x8192x8192", "16x8192x8192", "64x8192x8192", "128x8192x8192", "256x8192x8192",
+    "4095x4097x4100", "1000x3000x500", "64*512x512x512",
+)  # fmt: skip
+CPU_SHAPES = ("64x64x64", "256x256x256", "1024x1024x1024", "1x1024x1024", "16x1024x1024", "8*128x128x128")
+ROUNDS = 7
+ROUND_SECONDS = 0.02  # of one variant in one round
+SETS_BYTES = 256 << 20  # operands in turn: more than any L2 holds
+
+Run = Callable[[Variant, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What was measured for one problem: seconds by variant, fastest first, and what the estimate would choose."""
+
+    problem: Problem
+    seconds: Mapping[str, float]
+    estimated: str
+
+    @property
+    def best(self) -> str:
+        """The fastest variant."""
+        return next(iter(self.seconds))
+
+    @property
+    def loss(self) -> float:
+        """Time of the estimate's choice over that of the best: 1 where it chose the best."""
+        return self.seconds[self.estimated] / self.seconds[self.best]
+
+
+class Times:
+    """Table of measured seconds on disk, for one device, driver and build."""
+
+    def __init__(self, device: Device, build: str, folder: Path | None = None) -> None:
+        self._about = {"device": device.key, "build": build}
+        digest = hashlib.sha256(f"{device.key}\n{build}".encode()).hexdigest()[:20]
+        self.path = (folder or default_folder()) / f"times-{digest}.json"
+
+    def read(self) -> dict[str, float]:
+        """Seconds by `selector.table_key`; nothing where nothing was measured here."""
+        try:
+            check_private(self.path)
+            data = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        if {key: data.get(key) for key in self._about} != self._about:
+            return {}
+        return {str(key): float(value) for key, value in data["seconds"].items()}
+
+    def add(self, table: Mapping[str, float]) -> None:
+        """Merge newer times in and replace the file."""
+        seconds = self.read() | dict(table)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=self.path.parent)
+        with os.fdopen(fd, "w") as file:
+            json.dump(self._about | {"date": time.strftime("%Y-%m-%d"), "seconds": seconds}, file, indent=1)
+        os.replace(name, self.path)
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """M, N, K and batch of "MxNxK" or "batch*MxNxK"."""
+    batch, star, rest = text.rpartition("*")
+    try:
+        m, n, k = (int(part) for part in rest.split("x"))
+        return m, n, k, int(batch) if star else 1
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a shape is MxNxK or batch*MxNxK, not {text!r}") from None
+
+
+def problem_of(shape: str, dtype: DType, layout: str, *, invariant: bool) -> Problem:
+    """A compact problem of a shape."""
+    m, n, k, batch = parse_shape(shape)
+    trans_a, trans_b = layout[0] == "t", layout[1] == "t"
+    return Problem(m, n, k, batch, dtype, dtype, trans_a=trans_a, trans_b=trans_b, batch_invariant=invariant)
+
+
+def cpu_build() -> str:
+    """What a CPU's times depend on beside the machine: the libraries' versions."""
+    found = []
+    for package in ("numpy", "torch"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def tune_cpu(problems: Sequence[Problem]) -> Iterator[Timed]:
+    """Time the CPU's references."""
+    device = describe_cpu()
+    variants = reference.variants()
+    for problem in problems:
+        sets = list(_cpu_sets(problem))
+
+        def run(variant: Variant, turn: int, sets: Any = sets, problem: Problem = problem) -> None:
+            a, b, out = sets[turn % len(sets)]
+            assert isinstance(variant, reference.Reference)
+            reference.compute(problem, a, b, out, backend=variant.backend)
+
+        yield _timed(problem, variants, device, run, lambda: None)
+
+
+def _cpu_sets(problem: Problem) -> Iterator[tuple[Any, Any, Any]]:
+    import numpy as np
+
+    from kernels.elementwise import NUMPY
+
+    random = np.random.default_rng(5)
+    kind = NUMPY[problem.dtype]
+    shapes = _stored(problem)
+    for _ in range(_sets(problem, 8)):
+        a, b = (random.standard_normal(shape, np.float32).astype(kind) for shape in shapes[:2])
+        yield a, b, np.empty(shapes[2], NUMPY[problem.out_dtype])
+
+
+def _stored(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
+    a = (k, m) if problem.trans_a else (m, k)
+    b = (n, k) if problem.trans_b else (k, n)
+    return (batch, *a), (batch, *b), (batch, m, n)
+
+
+def _sets(problem: Problem, most: int) -> int:
+    """How many sets of operands to take in turn."""
+    moved = max(problem.bytes_read + problem.bytes_written, 1)
+    return max(2, min(most, SETS_BYTES // moved))
+
+
+def tune_gpu(runtime: Runtime, problems: Sequence[Problem]) -> Iterator[Timed]:
+    """Time every variant that may run on a GPU."""
+    import torch
+
+    from kernels.runtime import as_packed
+
+    usable = [each for each in runtime.variants if each.name not in runtime.barred]
+    for problem in problems:
+        sets = list(_gpu_sets(problem, runtime.place))
+        fitting = as_packed(problem)
+        able = [
+            v for v in usable if v.unsupported(fitting, runtime.device) is None and runtime.has(v, fitting)
+        ]
+
+        def run(variant: Variant, turn: int, sets: Any = sets, problem: Problem = problem) -> None:
+            operands = sets[turn % len(sets)]
+            if variant.name == cublas.NAME:
+                cublas.compute(problem, operands.a, operands.b, operands.d)
+            else:
+                runtime.launch(variant, problem, operands)
+
+        yield _timed(fitting, able, runtime.device, run, torch.cuda.synchronize)
+
+
+def _gpu_sets(problem: Problem, place: str) -> Iterator[Any]:
+    import torch
+
+    from kernels.runtime import Operands
+
+    kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    shapes = _stored(problem)
+    for _ in range(_sets(problem, 64)):
+        a, b = (torch.randn(shape, device=place).to(kinds[problem.dtype]) for shape in shapes[:2])
+        a = a.transpose(1, 2) if problem.trans_a else a
+        b = b.transpose(1, 2) if problem.trans_b else b
+        yield Operands(a, b, torch.empty(shapes[2], dtype=kinds[problem.out_dtype], device=place))
+
+
+def _timed(
+    problem: Problem, variants: Sequence[Variant], device: Device, run: Run, wait: Callable[[], None]
+) -> Timed:
+    """Rounds in which each variant has its turn; the median over rounds."""
+    repeats: dict[str, int] = {}
+    rounds: dict[str, list[float]] = {each.name: [] for each in variants}
+    for each in variants:
+        run(each, 0)  # loads, warms up
+        once = _seconds(each, 1, run, wait)
+        repeats[each.name] = max(1, min(1000, math.ceil(ROUND_SECONDS / max(once, 1e-7))))
+    for _ in range(ROUNDS):
+        for each in variants:
+            rounds[each.name].append(_seconds(each, repeats[each.name], run, wait))
+    medians = {name: statistics.median(each) for name, each in rounds.items()}
+    estimated = choose(problem, device, variants=variants).variant
+    if problem.batch_invariant:
+        # only what may run counts as best
+        allowed = {
+            c.variant for c in choose(problem, device, variants=variants).candidates if c.because is None
+        }
+        medians = {name: seconds for name, seconds in medians.items() if name in allowed} or medians
+    return Timed(problem, dict(sorted(medians.items(), key=lambda item: item[1])), estimated)
+
+
+def _seconds(variant: Variant, repeats: int, run: Run, wait: Callable[[], None]) -> float:
+    wait()
+    start = time.perf_counter()
+    for turn in range(repeats):
+        run(variant, turn)
+    wait()
+    return (time.perf_counter() - start) / repeats
+
+
+def table_of(timed: Sequence[Timed]) -> Table:
+    """What was measured, for people."""
+    from rich.table import Table
+
+    table = Table("problem", "fastest", "time", "TFLOP/s", "estimate chose", "loses")
+    for each in timed:
+        p = each.problem
+        shape = f"{p.batch}*" * (p.batch > 1) + f"{p.m}x{p.n}x{p.k}"
+        seconds = each.seconds[each.best]
+        table.add_row(
+            shape,
+            each.best,
+            f"{seconds * 1e6:,.1f} µs",
+            f"{p.flops / seconds / 1e12:,.2f}",
+            each.estimated,
+            f"{(each.loss - 1) * 100:.1f} %",
+        )
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    from rich.console import Console
+    from rich.progress import track
+
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels tune", description="Measure variants on this device."
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or the number of a GPU")
+    parser.add_argument("--shape", action="append", help="MxNxK or batch*MxNxK; may be given again")
+    parser.add_argument(
+        "--dtype", type=DType, default=None, choices=list(DType), help="default: fp16, fp32 on a CPU"
+    )
+    parser.add_argument(
+        "--layout", default="nn", choices=["nn", "nt", "tn", "tt"], help="t: stored transposed"
+    )
+    parser.add_argument("--fast", action="store_true", help="without batch_invariant")
+    parser.add_argument(
+        "--folder", type=Path, help="where the table is kept (default: $GEMM_CACHE or the cache)"
+    )
+    options = parser.parse_args(argv)
+    index = gpu_index(options.device)
+    shapes = options.shape or (CPU_SHAPES if index is None else GPU_SHAPES)
+    dtype = options.dtype or (DType.FP32 if index is None else DType.FP16)
+    problems = [problem_of(shape, dtype, options.layout, invariant=not options.fast) for shape in shapes]
+    if index is None:
+        device, build, measured = describe_cpu(), cpu_build(), tune_cpu(problems)
+    else:
+        from kernels.runtime import runtime
+
+        gpu = runtime(index)
+        device, build, measured = gpu.device, gpu.build_hash, tune_gpu(gpu, problems)
+    console = Console(stderr=True)
+    timed = list(track(measured, total=len(problems), description=device.name, console=console))
+    times = Times(device, build, options.folder)
+    times.add({table_key(name, each.problem): s for each in timed for name, s in each.seconds.items()})
+    Console().print(table_of(timed))
+    loss = math.exp(statistics.fmean(math.log(each.loss) for each in timed))
+    print(f"the estimate's choice takes {loss:.3f} × the fastest, in the geometric mean; table: {times.path}")
+    return 0
+
+
+def gpu_index(device: str) -> int | None:
+    """Number of the GPU that is meant, None for the CPU. "auto": GPU 0 where torch sees one."""
+    if device == "cpu":
+        return None
+    if device != "auto":
+        return int(device)
+    if not reference.has_torch():
+        return None
+    import torch
+
+    return 0 if torch.cuda.is_available() else None
