@@ -381,6 +381,7 @@ class MultiConsumer:
                 self.load_tile(tile_b, b_map, self.b_mn, column, k, b_layer, full)
                 filling.advance()
             tile = self.next_tile(tile, answer)
+            answer.advance()
         wait_all(self.shared.mma2tma, filling, "cluster")
 
     def load_tile(
@@ -434,6 +435,7 @@ class MultiConsumer:
             prims.tcgen05_commit(mma2ld.subview(drained.stage), multicast_mask=0b11, group="cta_2")
             drained.advance()
             tile = self.next_tile(tile, answer)
+            answer.advance()
 
     # Order of tiles
 
@@ -452,10 +454,14 @@ class MultiConsumer:
             )
             asking.advance()
             tile = self.next_tile(tile, answer)
+            answer.advance()
 
     @cute.jit
     def next_tile(self, tile: Int32, answer: PipelineState, warps: cutlass.Constexpr = False) -> Int32:
-        """The tile after `tile`, or one past the last. warps: a whole warp calls this, and arrives once."""
+        """The tile after `tile`, or one past the last. warps: a whole warp calls this, and arrives once.
+
+        The caller advances `answer`: what a callee changes isn't carried through the caller's loop.
+        """
         following = tile + self.clusters
         if cutlass.const_expr(self.tiling.dynamic):
             wait(self.shared.clc2read, answer, "cluster")
@@ -473,7 +479,6 @@ class MultiConsumer:
                     arrive_at(read, LEADER)
             else:
                 arrive_at(read, LEADER)
-            answer.advance()
         return following
 
     # Writeback
@@ -507,6 +512,7 @@ class MultiConsumer:
                     self.drain_then_store(accumulator, ld2mma, top, left, layer)
             ready.advance()
             tile = self.next_tile(tile, answer, True)
+            answer.advance()
         if self.quarter == 0:
             if prims.elect_sync():
                 prims.cp_async_bulk_wait_group(0)
@@ -569,7 +575,7 @@ class MultiConsumer:
                 values = cutlass.Vector.from_elements((*rest, *front), Float32)
                 self.store_piece(which, fused.to(self.out), top, column, layer)
                 if c_by_tma != 0 and piece + 1 < chunks * pieces:
-                    self.fetch_piece(1 - which, top, column + self.piece_n, layer)
+                    self.fetch_piece(which ^ 1, top, column + self.piece_n, layer)
 
     def piece(self, which: int | Int32) -> Any:
         """Staging buffer `which` of this warpgroup."""
