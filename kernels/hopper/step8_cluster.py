@@ -9,7 +9,7 @@ Costs       the CTAs march together: a stage may be filled when the consumers of
 Roles       warpgroup 0: producer, the thread elected in warp 0. Warpgroup 1: consumer; its warp 0 stores.
 Barriers    tma2mma[s]: 1 arrival (expect_tx, own producer) + 32,768 B (own A, both halves of B), cluster
             scope.
-            mma2tma[s]: 8 arrivals, one a consumer warp of both CTAs, cluster scope.
+            mma2tma[s]: 8 arrivals, one elected lane a consumer warp of both CTAs, cluster scope.
             named 10, 128 threads, twice a tile: staging is free, the tile is staged.
             cluster, twice: barriers are initialized; everything is done.
 Shared      6 × 32,768 B + D 32,768 B + barriers 96 B = 229,472 B.
@@ -91,13 +91,15 @@ def load_shared(
 
 
 @cute.jit
-def release(mma2tma: cutlass.Array, stage: Int32, lane: Int32) -> None:
+def release(mma2tma: cutlass.Array, stage: Int32, rank: Int32) -> None:
     """One arrival a warp at both CTAs: this warp has read the stage, so either producer may fill it.
 
-    Lane r arrives at CTA r, so that one release at cluster scope serves both.
+    The own CTA's needs no more than CTA scope; a release at cluster scope is a fence over the whole GPU.
     """
-    if lane < CLUSTER:
-        prims.mbarrier_arrive(prims.mapa(mma2tma.subview(stage), lane), scope=prims.MemScope.CLUSTER)
+    barrier = mma2tma.subview(stage)
+    if prims.elect_sync():
+        prims.mbarrier_arrive(barrier)
+        prims.mbarrier_arrive(prims.mapa(barrier, rank ^ 1), scope=prims.MemScope.CLUSTER)
 
 
 @cute.kernel
@@ -149,10 +151,10 @@ def kernel(
                 reading.advance()
                 if k > 0:
                     warpgroup.wait_group(1)  # the group before this one has read its stage
-                    release(mma2tma, releasing.stage, tid % 32)
+                    release(mma2tma, releasing.stage, rank)
                     releasing.advance()
             warpgroup.wait_group(0)
-            release(mma2tma, releasing.stage, tid % 32)
+            release(mma2tma, releasing.stage, rank)
             releasing.advance()
 
             if warp == CONSUMER_WARP and prims.elect_sync():

@@ -93,6 +93,7 @@ def test_threads_of_an_entry() -> None:
     assert entries(".visible .entry k(\n.param .b64 p\n)\n.reqntid 128, 2, 1\n{ret;}") == {"k": 256}
 
 
+@pytest.mark.ci
 def test_spilling_code_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("cutlass")
     build("sm_90a", modules=["tests.kernels.samples.spill"], root=tmp_path)
