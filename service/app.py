@@ -103,7 +103,10 @@ def options_of(settings: Settings) -> Options:
         limits=Limits(requests=settings.batch_requests, delay=settings.batch_delay_ms / 1e3),
         bounds=Bounds(settings.queue_requests, settings.queue_bytes),
         times=Times(start=settings.start_seconds, ping=settings.ping_seconds, hang=settings.hang_seconds),
-        arguments=("--device", settings.device, "--backend", settings.backend),
+        arguments=(
+            *("--device", settings.device, "--backend", settings.backend),
+            *("--log-format", settings.log_format, "--log-level", settings.log_level),
+        ),
         workers=settings.workers,
     )
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from service.arena import Arena
@@ -134,12 +135,13 @@ class Handle:
         self._reason = "start_failed"
         with theirs:
             command = [
-                *[sys.executable, "-m", "service.worker", "--link", str(theirs.fileno())],
+                *[sys.executable, "-P", "-m", "service.worker", "--link", str(theirs.fileno())],
                 *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size), *self.arguments],
             ]
             process = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(), self.arena.fd),
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -263,3 +265,10 @@ class Handle:
         self._stopping = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
+
+
+def _environment() -> dict[str, str]:
+    """The worker's: this very package is imported, whatever lies in the folder where the front was started."""
+    home = str(Path(__file__).resolve().parents[1])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": home if not path else f"{home}{os.pathsep}{path}"}

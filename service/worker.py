@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kernels.problem import Unsupported
+from service import logs
 from service.arena import Arena
 from service.drivers.base import CannotStart, Driver
 from service.handle import EXIT_CANNOT_START, EXIT_NEEDS_PERSON
@@ -34,9 +35,7 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: list[str] | None = None) -> int:
     """Run a worker on descriptors that the supervisor passed. Returns the exit status."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    logs.setup(arguments.log_format, arguments.log_level)
     _die_with_parent()
     # The front decides when this process ends; a Ctrl-C in a terminal reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -143,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arena-bytes", type=int, required=True)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--log-format", default="auto")
+    parser.add_argument("--log-level", default="info")
     return parser
 
 

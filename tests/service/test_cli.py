@@ -305,6 +305,28 @@ def test_serve_on_a_unix_socket_with_keys(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_started_in_a_folder_with_packages_of_the_same_names(tmp_path: Path) -> None:
+    """The worker imports this project's packages, not what lies where the front was started."""
+    for name in ("service", "kernels", "numpy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('foreign')")
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from service.cli import main; "
+    code += "sys.exit(main(['serve', '--port', '0', '--data', 'data', '--log-level', 'warning',"
+    code += " '--backend', 'numpy', '--arena-bytes', '64MiB']))"
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            with Client(process.stdout.readline().split()[-1], retries=1) as client:
+                until = time.monotonic() + 60
+                while not client.ready():
+                    assert time.monotonic() < until
+                    time.sleep(0.05)
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
 def test_metrics_on_their_own_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
