@@ -1,4 +1,4 @@
-"""A large body past the HTTP parser: receives a socket's bytes, leaves them in the caller's memory.
+"""Who reads a socket: receives its bytes, hands headers to the parser, leaves large bodies in their memory.
 
 While a Filler is the transport's protocol, the kernel copies straight into the views that were asked for, and
 never reads beyond the body's end, so what follows on the connection is still there for the parser.
@@ -14,11 +14,12 @@ READ_BYTES = 1 << 20
 
 
 class Connection(Protocol):
-    """What stays in charge of the connection while a Filler or Sink reads it."""
+    """What is in charge of the connection that a reader reads."""
 
     def filled(self) -> None:
         """All views are full; nothing more is read until the next `fill`."""
 
+    def data_received(self, data: memoryview) -> None: ...
     def eof_received(self) -> bool | None: ...
     def connection_lost(self, exc: Exception | None) -> None: ...
     def pause_writing(self) -> None: ...
@@ -73,6 +74,21 @@ class Filler(_Reader):
             self._at = 0
             if not self._views:
                 self._connection.filled()
+
+
+class Head(_Reader):
+    """Reads what the parser reads: short pieces, so that little of a large body takes the way with copies.
+
+    All connections share one buffer: what was read is parsed before anything else runs.
+    """
+
+    _scratch = memoryview(bytearray(1 << 14))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._connection.data_received(self._scratch[:nbytes])
 
 
 class Sink(_Reader):

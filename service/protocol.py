@@ -20,7 +20,7 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.bounds import HeaderMeter, Limits, Patience, Seen, Verdict
-from service.direct import Filler, Sink
+from service.direct import Filler, Head, Sink
 from service.errors import ServiceError
 from service.exchange import DIRECT_BYTES, Exchange
 from service.transfer import EXTENSION, ClientGone
@@ -90,6 +90,7 @@ class GemmProtocol(HttpToolsProtocol):
         self._filling: asyncio.Future[None] | None = None
         self._drained: list[Callable[[], None]] = []
         self._refusal: ServiceError | None = None
+        self._head = Head(self)
         self._eof = False
         self._muted = False
         self._headers = HeaderMeter(self.limits.header_bytes)
@@ -99,6 +100,7 @@ class GemmProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_protocol(self._head)
         # Paused while anything is unsent, so that resume_writing says "drained".
         transport.set_write_buffer_limits(high=0, low=0)
         self.can_direct = self.scheme == "http"
@@ -151,7 +153,8 @@ class GemmProtocol(HttpToolsProtocol):
 
     # -- parsing ------------------------------------
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
+        """Parse `data`, which may change afterwards."""
         if self._refusal is not None or self._patience.lingering:
             return
         between = not self._headers.open and (self.cycle is None or not self.cycle.more_body)
@@ -164,7 +167,7 @@ class GemmProtocol(HttpToolsProtocol):
         if not self._headers.fed(len(data), between=between):
             self._refuse(self._headers_too_large())
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes | memoryview) -> None:
         while True:
             try:
                 self.parser.feed_data(data)
@@ -323,7 +326,7 @@ class GemmProtocol(HttpToolsProtocol):
             # The old parser still waits for this body; what follows is a new message.
             self.direct = None
             self.parser = self._new_parser()
-            self.transport.set_protocol(self)
+            self.transport.set_protocol(self._head)
             self.on_message_complete()
             self.flow.resume_reading()  # to see the client leave
         self._end_fill(None)
