@@ -6,6 +6,7 @@ caller's, and word when memory of a reply is no longer referred to.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,48 @@ DIRECT_BYTES = 1 << 16
 DISCARD_BYTES = 1 << 16
 
 
+class Corked:
+    """A transport that holds a response's head back, so that head and first piece leave in one call."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._hold = False
+        self._head = b""
+        self.is_closing = transport.is_closing
+
+    def hold(self) -> None:
+        """The next write is a head: keep it."""
+        self._hold = True
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write what is held, then `data`."""
+        if self._hold:
+            self._hold, self._head = False, bytes(data)
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.writelines((head, data) if len(data) else (head,))
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._head and not self._transport.is_closing():
+            self.write(b"")
+        self._hold, self._head = False, b""
+
+    def close(self) -> None:
+        """Close when all is written."""
+        self.flush()
+        self._transport.close()
+
+
 class Exchange(RequestResponseCycle):
     """A request on its way. `received` counts its body's bytes from the socket."""
 
     def __init__(self, protocol: GemmProtocol, content_length: int | None, **options: Any) -> None:
         super().__init__(**options)
         self.protocol = protocol
+        self.transport: Any = Corked(self.transport)
         self.content_length = content_length
         self.received = 0
         #: Whether the application waits for bytes of the body: only then is the client held to a rate.
@@ -83,10 +120,13 @@ class Exchange(RequestResponseCycle):
 
     async def send(self, message: ASGISendEvent) -> None:
         """Send a piece of the response. What is left of the body decides whether the connection can go on."""
-        kind = message["type"]
-        if kind == "http.response.start":
+        if message["type"] == "http.response.start":
             if not self._reusable():
                 self.keep_alive = False
+            if self.scope["method"] != "HEAD" and any(
+                name == b"content-length" for name, _ in message["headers"]
+            ):
+                self.transport.hold()
         elif self.response_started and self.more_body and not message.get("more_body", False):
             # The base would close at once; with bytes unread that is a reset, which destroys the response.
             self.lingers = not (self.keep_alive and self._reusable()) and not self.disconnected

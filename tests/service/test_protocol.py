@@ -96,6 +96,10 @@ class App:
         finally:
             transfer.on_drained(wipe)
 
+    async def empty(self, transfer: Transfer, scope: Any) -> None:
+        """Answer nothing."""
+        await answer(transfer, b"")
+
     async def slow(self, transfer: Transfer, scope: Any) -> None:
         """Answer after as many seconds as the query says, or note that the client left."""
         watch = asyncio.ensure_future(transfer.watch_disconnect())
@@ -222,6 +226,17 @@ def anonymous_bytes() -> int:
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")
     )
     return int(line.split()[1]) * 1024
+
+
+def test_replies_without_a_body_are_sent_at_once(sock: socket.socket) -> None:
+    for _ in range(2):
+        sock.sendall(b"HEAD /reply?1000 HTTP/1.1\r\n\r\n")
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += sock.recv(1)
+        assert b"content-length: 1000" in head
+        sock.sendall(b"GET /empty HTTP/1.1\r\n\r\n")
+        assert read_reply(sock)[2] == b""
 
 
 def test_a_body_in_small_pieces_arrives_whole(sock: socket.socket) -> None:
