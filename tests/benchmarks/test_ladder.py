@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import ladder
-from kernels.ladder import HOPPER
-from kernels.problem import DType
+from kernels.ladder import HOPPER, Step
+from kernels.problem import DType, Problem
 
 torch = pytest.importorskip("torch")
 
@@ -62,3 +64,44 @@ def test_row_and_table() -> None:
     assert made["ratio"] == pytest.approx(2e-4 / 2.1e-4)
     assert made["variant"] == "step8_cluster"
     assert "654.5" in ladder.table([made])
+
+
+class StoppedEvent:
+    """A CUDA event by the clock of the computer."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: StoppedEvent) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_square_measures_each_step_beside_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    def launcher(arch: str, step: Step, problem: Problem, ctas: int) -> Any:
+        assert (arch, ctas) == ("sm_90a", 3)
+        return lambda a, b, d: launched.append(step.name) or d.copy_(a @ b.T)
+
+    def sets(m: int, n: int, k: int, kind: Any, l2_bytes: int) -> list[Any]:
+        return [(torch.ones(m, k), torch.ones(n, k), torch.empty(m, n)) for _ in range(3)]
+
+    monkeypatch.setattr(ladder, "LADDER_SIZE", (16, 16, 16))
+    monkeypatch.setattr(ladder, "BLOCK_SECONDS", 1e-3)
+    monkeypatch.setattr(ladder, "launcher", launcher)
+    monkeypatch.setattr(ladder, "operand_sets", sets)
+    monkeypatch.setattr(torch.cuda, "Event", StoppedEvent)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1))
+    errors = dict.fromkeys((HOPPER[0], HOPPER[6], HOPPER[7]), 0.0001)
+    measured = ladder.Ladder("sm_90a", DType.FP16, errors, ctas=3, rounds=4).square(sustained=True)
+    names = [(r["variant"], r["timing"]) for r in measured]
+    pair = ["step7_warp_specialized", "step8_cluster"]
+    assert names == [(name, timing) for timing in ("burst", "sustained") for name in pair]
+    assert set(launched) == set(pair)
+    assert all(r["seconds"]["min"] > 0 and r["reference_seconds"]["min"] > 0 for r in measured)
