@@ -88,7 +88,8 @@ class Problem:
     Stored shapes: A [M, K] ([K, M] with trans_a), B [K, N] ([N, K] with trans_b), C and D [M, N], each with a
     leading batch where batch > 1 (`a_broadcast` and so on: that operand has batch 1). Leading dimensions are
     in elements; 0 means compact. `aligned` is the largest power of two, up to 128, that divides the addresses
-    of all operands in bytes.
+    of D's rows in bytes (1: columns are apart too). Where A and B lie matters to Steps 4 to 8 alone: what TMA
+    can't address of them is packed before it reaches the Step 9 family.
     """
 
     m: int

@@ -292,6 +292,8 @@ def resident_blocks(info: FunctionInfo, device: Device) -> int:
 def _kind(problem: Problem) -> Problem:
     """What the choice depends on: of alpha and beta, whether they are 0, and 1."""
     tail = problem.epilogue
+    if tail.alpha in (0.0, 1.0) and tail.beta in (0.0, 1.0):
+        return problem
     plain = replace(tail, alpha=min(abs(tail.alpha), 1.0) and 1.0, beta=1.0 if tail.reads_c else 0.0)
     return replace(problem, epilogue=plain)
 

@@ -55,7 +55,7 @@ class Variant:
             (min(problem.m, problem.n, problem.k, problem.batch) < 1, "there is nothing to multiply"),
             (max(problem.m, problem.n, problem.k) > LARGEST, "its coordinates are 32-bit"),
             (CTA_GROUP * self.tiles(problem) >= 2**31, "its tiles are more than a grid holds"),
-            (problem.aligned < 16, "TMA reads operands that start at multiples of 16 bytes"),
+            (not self.plain and problem.aligned < 16, "TMA writes rows of D that start at 16 bytes"),
             (a % 8 != 0 or b % 8 != 0, "TMA reads rows of A and B in multiples of 16 bytes"),
             (
                 not self.plain and d * problem.out_dtype.itemsize % 16 != 0,
