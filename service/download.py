@@ -96,7 +96,7 @@ async def _send_binary(transfer: Transfer, store: TensorStore, hold: Hold, answe
 
 
 async def _send_elements(transfer: Transfer, store: TensorStore, hold: Hold, start: int, end: int) -> None:
-    pin = store.resident(hold)
+    pin = store.contents.resident(hold)
     if pin is not None:
         try:
             await transfer.write_view(pin.view()[start:end])
@@ -104,7 +104,7 @@ async def _send_elements(transfer: Transfer, store: TensorStore, hold: Hold, sta
             transfer.on_drained(pin.release)
         return
     while start < end and not transfer.gone:
-        piece = await store.read(hold, start, min(CHUNK, end - start))
+        piece = await store.contents.read(hold, start, min(CHUNK, end - start))
         start += len(piece)
         await transfer.write(piece, more=start < end)
 
@@ -118,7 +118,7 @@ async def _send_json(
         await transfer.start(200, headers)
         await transfer.write(b"", more=False)
         return
-    with await store.load(hold) as pin:
+    with await store.contents.load(hold) as pin:
         elements = np.frombuffer(pin.view(), numpy_dtype(row.dtype)).reshape(row.shape)
         head = msgspec.json.encode({"dtype": row.dtype, "shape": row.shape})[:-1] + b',"data":'
         await transfer.start(200, headers)

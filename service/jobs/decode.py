@@ -107,7 +107,7 @@ async def decode(
         for position, body in enumerate(bodies):
             with _at(position):
                 await decoder.step(body)
-        store.check_share(owner.name, decoder.draft.nbytes, owner.share)
+        store.contents.check_share(owner.name, decoder.draft.nbytes, owner.share)
         await decoder.save()
     except BaseException:
         decoder.draft.release()
@@ -219,7 +219,7 @@ class _Decoder:
         holds = list(self.draft.holds.values())
         results = await asyncio.gather(
             *(self._save(*inline) for inline in self.inline),
-            *(self.store.make_durable(hold) for hold in holds),
+            *(self.store.contents.write_back(hold.content) for hold in holds),
             return_exceptions=True,
         )
         for result in results:

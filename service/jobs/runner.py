@@ -315,7 +315,7 @@ class Runner:
                 assert content is not None, "a step began before its input was there"
                 hold = self.parts.store.hold_content(content)
                 try:
-                    pins[name] = await self.parts.store.load(hold)
+                    pins[name] = await self.parts.store.contents.load(hold)
                 finally:
                     hold.release()
         except BaseException:

@@ -124,7 +124,7 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
             field="content-type",
             headers={"Accept": JSON},
         )
-    services.store.check_room(0)
+    services.store.contents.check_room(0)
     with jobs.arriving(owner, _key(transfer)):
         settings = services.settings
         body = await transfer.read_all(min(settings.max_json_bytes, settings.max_body_bytes))

@@ -198,7 +198,7 @@ class _Upload:
     async def _into_slot(self, tensor: Tensor, *, before: int = 0, after: int = 0) -> Slot:
         checked(tensor.dtype, tensor.shape, field="body")
         self._bound(tensor.nbytes)
-        self.services.store.check_room(tensor.nbytes)
+        self.services.store.contents.check_room(tensor.nbytes)
         slot = allocate(self.services, tensor.nbytes, owner=self.owner, state="request")
         try:
             await self._skip(before)
@@ -239,8 +239,8 @@ async def _put(scope: Scope, receive: Receive, send: Send) -> None:
     query = validate_query(PutQuery, parse_query(scope["query_string"]))
     conditions = conditions_in(transfer)
     services.store.check(owner, name, conditions)
-    services.store.check_room(transfer.content_length or 0)
-    services.store.check_share(owner, transfer.content_length or 0, share)
+    services.store.contents.check_room(transfer.content_length or 0)
+    services.store.contents.check_share(owner, transfer.content_length or 0, share)
     existed = services.store.exists(owner, name)
     slot, tensor = await _Upload(transfer, services, owner, query).receive()
     try:

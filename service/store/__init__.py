@@ -1,18 +1,9 @@
 """The tensor store: receives tensors by owner and name, hands on pins, entries and holds."""
 
+from service.store.conditions import ANY, UNCONDITIONAL, Conditions
+from service.store.content import Content, Hold, Pin
 from service.store.names import NAME, valid
-from service.store.store import (
-    ANY,
-    UNCONDITIONAL,
-    Binding,
-    Conditions,
-    Content,
-    Entry,
-    Hold,
-    Pin,
-    StoreSettings,
-    TensorStore,
-)
+from service.store.store import Binding, Entry, StoreSettings, TensorStore
 
 __all__ = [
     "ANY",

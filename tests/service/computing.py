@@ -91,8 +91,8 @@ async def open_front(
     """A started front; at its end it shuts down as the real one does."""
     clock = clock or Clock()
     async with open_store(settings, clock=clock) as store:
-        computer = computer or Computer(store.memory.slots)
-        computer.slots = store.memory.slots
+        computer = computer or Computer(store.contents.memory.slots)
+        computer.slots = store.contents.memory.slots
         services = SimpleNamespace(settings=settings, slots=computer.slots, store=store, supervisor=computer)
         jobs = Jobs(services, clock=clock)
         await jobs.start()

@@ -67,7 +67,7 @@ def tensor(rows: int, columns: int, seed: int = 0) -> np.ndarray:
 
 async def put(store: TensorStore, owner: str, name: str, array: np.ndarray, **options: object) -> str:
     """Store an array from a slot, as a request does; returns its ETag."""
-    slot = store.memory.slots.allocate(array.nbytes, owner=owner)
+    slot = store.contents.memory.slots.allocate(array.nbytes, owner=owner)
     try:
         slot.view(array.nbytes)[:] = array.tobytes()
         entry = await store.put(owner, name, slot, array.nbytes, "fp32", array.shape, **options)

@@ -54,7 +54,7 @@ async def run(front: Front, *steps: dict[str, Any], owner: str = "ann", key: str
 
 async def result(front: Front, job: Job, step: str) -> np.ndarray:
     hold = front.jobs.result(job, step)
-    data = await front.store.read(hold, 0, hold.content.row.nbytes)
+    data = await front.store.contents.read(hold, 0, hold.content.row.nbytes)
     hold.release()
     return np.frombuffer(data, np.float32).reshape(hold.content.row.shape)
 
@@ -176,11 +176,10 @@ class TestRun:
     async def test_nothing_is_left_but_the_results(self, settings: Settings) -> None:
         async with open_front(settings) as front:
             await run(front, ONE, TWO)
-            while front.store._tasks:
-                await asyncio.wait(front.store._tasks)
+            await front.store.effects.settle()
             assert len(list((settings.data / "tensors").iterdir())) == 2
-            slots = front.store.memory.slots
-            assert slots.bytes_by_state["tensor"] == front.store.memory.nbytes == 2 * 4096
+            slots = front.store.contents.memory.slots
+            assert slots.bytes_by_state["tensor"] == front.store.contents.memory.nbytes == 2 * 4096
 
     async def test_disk_that_refuses_a_result(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -256,11 +255,10 @@ class TestRefused:
 
     @staticmethod
     async def nothing_left(front: Front) -> None:
-        while front.store._tasks:
-            await asyncio.wait(front.store._tasks)
+        await front.store.effects.settle()
         assert not list(front.store.folder.tensors.iterdir())
-        assert front.store.disk_bytes == 0
-        assert not front.store._contents
+        assert front.store.contents.disk_bytes == 0
+        assert not front.store.contents._contents
 
 
 class TestIdempotency:
@@ -357,8 +355,7 @@ class TestSee:
             await front.jobs.sweep(front.clock.now)
             with refused("not_found"):
                 await front.jobs.find("ann", job.id)
-            while front.store._tasks:
-                await asyncio.wait(front.store._tasks)
+            await front.store.effects.settle()
             assert len(list((settings.data / "tensors").iterdir())) == 1
             assert (await get(front.store, "ann", "kept")).shape == (3, 2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -210,13 +209,13 @@ class TestGet:
         reply = await raw(site.ann, "w")
         assert reply.content == array.tobytes()
         assert (reply.headers["x-gemm-shape"], reply.headers["x-gemm-dtype"]) == ("300x301", "fp32")
-        assert (site.services.store.memory.nbytes > 0) == warm  # a download is no use that loads
+        assert (site.services.store.contents.memory.nbytes > 0) == warm  # a download is no use that loads
         reply = await site.ann.get("/tensors/w", headers={"accept": "application/json"})
         np.testing.assert_array_equal(np.array(reply.json()["data"], np.float32), array)
 
     @staticmethod
     def cool(site: Site) -> None:
-        memory = site.services.store.memory
+        memory = site.services.store.contents.memory
         memory.budget, budget = 0, memory.budget
         memory.trim()
         memory.budget = budget
@@ -319,7 +318,7 @@ class TestGet:
         array = tensor(256, 256)
         await put(site.ann, "w", array)
         self.cool(site)
-        read = site.services.store.read
+        read = site.services.store.contents.read
         pieces = []
 
         async def read_slowly(*args: Any) -> Any:
@@ -329,11 +328,10 @@ class TestGet:
                 await site.ann.delete("/tensors/w")
             return await read(*args)
 
-        monkeypatch.setattr(site.services.store, "read", read_slowly)
+        monkeypatch.setattr(site.services.store.contents, "read", read_slowly)
         assert (await raw(site.ann, "w")).content == array.tobytes()
         assert len(pieces) == 256
-        while site.services.store._tasks:
-            await asyncio.wait(site.services.store._tasks)
+        await site.services.store.effects.settle()
         assert not list((site.services.settings.data / "tensors").iterdir())
 
     async def test_unknown_query(self, site: Site) -> None:

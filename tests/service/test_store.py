@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import safetensors.numpy
 
 from service.errors import ServiceError
 from service.folder import FolderTaken
-from service.store import Conditions, Hold, Pin, TensorStore, files
+from service.store import Conditions, Hold, Pin, TensorStore, files, index
 from tests.service.storing import MIB, Clock, Settings, get, open_store, put, tensor
 
 ROOT = Path(__file__).parents[2]
@@ -35,16 +36,15 @@ def refused(code: str) -> pytest.RaisesExc[ServiceError]:
 
 async def settle(store: TensorStore) -> None:
     """Let background work of the store end."""
-    while tasks := store._tasks:
-        await asyncio.wait(tasks)
+    await store.effects.settle()
 
 
 def evict(store: TensorStore) -> None:
     """Empty the memory tier."""
-    store.memory.budget, budget = 0, store.memory.budget
-    store.memory.trim()
-    store.memory.budget = budget
-    assert store.memory.nbytes == 0
+    store.contents.memory.budget, budget = 0, store.contents.memory.budget
+    store.contents.memory.trim()
+    store.contents.memory.budget = budget
+    assert store.contents.memory.nbytes == 0
 
 
 class TestPut:
@@ -90,7 +90,7 @@ class TestPut:
     async def test_data_amid_a_slot(self, settings: Settings) -> None:
         array = tensor(8, 8)
         async with open_store(settings) as store:
-            slot = store.memory.slots.allocate(array.nbytes + 24)
+            slot = store.contents.memory.slots.allocate(array.nbytes + 24)
             slot.view()[24 : 24 + array.nbytes] = array.tobytes()
             await store.put("ann", "w", slot, array.nbytes, "fp32", (8, 8), start=24)
             slot.release()
@@ -101,7 +101,7 @@ class TestPut:
         async with open_store(settings) as store:
             with refused("invalid"):
                 await put(store, "ann", name, tensor(1, 1))
-            assert store.disk_bytes == 0
+            assert store.contents.disk_bytes == 0
 
     async def test_goes_on_when_its_caller_leaves(self, settings: Settings) -> None:
         async with open_store(settings) as store:
@@ -149,7 +149,7 @@ class TestNames:
             assert store.entries("ann", "", 9) == ([], None)
             await store.sweep(clock.now)
             await settle(store)
-            assert store.disk_bytes == 0
+            assert store.contents.disk_bytes == 0
             assert not list((settings.data / "tensors").iterdir())
 
     async def test_put_again_lives_longer_than_its_first_expiry(self, settings: Settings) -> None:
@@ -200,7 +200,7 @@ class TestConditions:
             assert store.head("ann", "w").etag == winner
             await settle(store)
             assert len(list((settings.data / "tensors").iterdir())) == 1
-            assert store.disk_bytes == 128 + 16
+            assert store.contents.disk_bytes == 128 + 16
 
 
 class TestPins:
@@ -216,7 +216,7 @@ class TestPins:
             else:
                 await store.delete("ann", "w")
             await settle(store)
-            pin = await store.load(hold)
+            pin = await store.contents.load(hold)
             hold.release()
             assert bytes(pin.view()) == tensor(8, 8).tobytes()
             assert pin.operand.tensor == f"ann/w@{etag}"
@@ -247,7 +247,7 @@ class TestPins:
         async with open_store(settings) as store:
             with refused("lost"):
                 await store.pin("ann", "w")
-            assert store.memory.slots.bytes_by_state["tensor"] == 0
+            assert store.contents.memory.slots.bytes_by_state["tensor"] == 0
             await put(store, "ann", "w", tensor(2, 2))
             assert (await get(store, "ann", "w")).shape == (2, 2)
 
@@ -259,8 +259,10 @@ class TestMemory:
                 await put(store, "ann", name, tensor(512, 512))  # 1 MiB each: the budget is full
             await get(store, "ann", "a")
             await put(store, "ann", "e", tensor(512, 512))
-            assert store.memory.nbytes == settings.store_memory_bytes
-            resident = [n for n in "abcde" if store.resident(hold := store.hold("ann", n)) or hold.release()]
+            assert store.contents.memory.nbytes == settings.store_memory_bytes
+            resident = [
+                n for n in "abcde" if store.contents.resident(hold := store.hold("ann", n)) or hold.release()
+            ]
             assert resident == ["a", "c", "d", "e"]
 
     async def test_gives_way_to_requests(self, settings: Settings) -> None:
@@ -268,7 +270,7 @@ class TestMemory:
             for name in "abcd":
                 await put(store, "ann", name, tensor(512, 512))
             pin = await store.pin("ann", "d")  # it lies at 3 MiB, of 8
-            slots = store.memory.slots
+            slots = store.contents.memory.slots
             assert store.reclaim(4 * MIB) == 0  # there is room
             with refused("no_room"):
                 slots.allocate(5 * MIB)
@@ -284,7 +286,7 @@ class TestMemory:
         async with open_store(settings) as store:
             await put(store, "ann", "w", tensor(512, 512))
             evict(store)
-            slot = store.memory.slots.allocate(8 * MIB)
+            slot = store.contents.memory.slots.allocate(8 * MIB)
             with refused("no_room"):
                 await store.pin("ann", "w")
             slot.release()
@@ -295,10 +297,10 @@ class TestMemory:
         async with open_store(settings) as store:
             await put(store, "ann", "w", array)
             hold = store.hold("ann", "w")
-            warm = await store.read(hold, 100, 1000)
+            warm = await store.contents.read(hold, 100, 1000)
             evict(store)
-            assert await store.read(hold, 100, 1000) == warm == array.tobytes()[100:1100]
-            assert store.memory.nbytes == 0
+            assert await store.contents.read(hold, 100, 1000) == warm == array.tobytes()[100:1100]
+            assert store.contents.memory.nbytes == 0
             hold.release()
 
 
@@ -324,13 +326,13 @@ class TestDisk:
 
         async with open_store(settings) as store:
             await put(store, "ann", "w", tensor(2, 2))
-            used = store.disk_bytes
+            used = store.contents.disk_bytes
             with monkeypatch.context() as patch:
                 patch.setattr(os, "fsync", refuse)
                 with refused(code):
                     await put(store, "ann", "w", tensor(3, 3))
             await settle(store)
-            assert store.disk_bytes == used
+            assert store.contents.disk_bytes == used
             assert len(list((settings.data / "tensors").iterdir())) == 1
             assert (await get(store, "ann", "w")).shape == (2, 2)
 
@@ -411,7 +413,7 @@ def run_as_nobody(script: str, data: Path) -> None:
 class TestWriteBack:
     async def test_becomes_durable(self, settings: Settings) -> None:
         async with open_store(settings) as store:
-            slot = store.memory.slots.allocate(256, state="reply")
+            slot = store.contents.memory.slots.allocate(256, state="reply")
             slot.view(256)[:] = tensor(8, 8).tobytes()
             entry = await store.put("ann", "d", slot, 256, "fp32", (8, 8), durable=False)
             slot.release()
@@ -421,6 +423,35 @@ class TestWriteBack:
             await settle(store)
             assert store.head("ann", "d").durable
         async with open_store(settings) as store:
+            np.testing.assert_array_equal(await get(store, "ann", "d"), tensor(8, 8))
+
+    async def test_is_done_once_for_all_who_wait(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write, writes = files.write, []
+        monkeypatch.setattr(files, "write", lambda *args: (writes.append(args), write(*args)))
+        async with open_store(settings) as store:
+            await put(store, "ann", "d", tensor(512, 512), durable=False)
+            hold = store.hold("ann", "d")
+            await asyncio.gather(*(store.contents.write_back(hold.content) for _ in range(3)))
+            hold.release()
+            assert len(writes) == 1
+            assert store.head("ann", "d").durable
+
+    async def test_whose_row_is_refused_is_tried_again(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*args: object) -> None:
+            raise sqlite3.OperationalError("as told")
+
+        async with open_store(settings) as store:
+            with monkeypatch.context() as patch:
+                patch.setattr(index, "written", refuse)
+                await put(store, "ann", "d", tensor(8, 8), durable=False)
+                await settle(store)
+            await store.sweep(0.0)
+            assert store.contents._unwritten == {}
+            evict(store)
             np.testing.assert_array_equal(await get(store, "ann", "d"), tensor(8, 8))
 
     async def test_is_finished_at_the_end(self, settings: Settings) -> None:
@@ -435,7 +466,7 @@ class TestWriteBack:
             await store.delete("ann", "d")
             await settle(store)
             assert not list((settings.data / "tensors").iterdir())
-            assert store.disk_bytes == store.memory.nbytes == 0
+            assert store.contents.disk_bytes == store.contents.memory.nbytes == 0
 
     async def test_that_the_disk_refuses_is_tried_again(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -451,7 +482,7 @@ class TestWriteBack:
                 await settle(store)
             assert not store.head("ann", "d").durable
             pin = await store.pin("ann", "d")
-            slot = store.memory.slots.allocate(8 * MIB - 8192)
+            slot = store.contents.memory.slots.allocate(8 * MIB - 8192)
             assert store.reclaim(4096) == 4096  # the arena's need comes first: e had no other copy
             with refused("lost"):
                 store.head("ann", "e")
@@ -543,7 +574,7 @@ class TestKilled:
             kept = [entry for entry in store.entries("ann", "", 9999)[0] if entry.durable]
             on_disk = list(tensors.iterdir())
             assert len(on_disk) == len(kept)
-            assert sum(file.stat().st_size for file in on_disk) == store.disk_bytes
+            assert sum(file.stat().st_size for file in on_disk) == store.contents.disk_bytes
 
 
 class TestAgainstAModel:
@@ -569,13 +600,15 @@ class TestAgainstAModel:
                 await settle(store)
                 self.compare(store, model, expiry, clock)
                 files_ = list((settings.data / "tensors").iterdir())
-                assert len(files_) == len(store._contents) == self.live(model, expiry, clock)
-                assert sum(file.stat().st_size for file in files_) == store.disk_bytes
-                assert store.memory.nbytes == store.memory.slots.bytes_by_state["tensor"]
-                assert store.memory.nbytes <= settings.store_memory_bytes
-                assert store.bytes_by_owner == {
-                    owner: sum(c.disk_bytes for c in store._contents.values() if c.row.owner == owner)
-                    for owner in {c.row.owner for c in store._contents.values()}
+                assert len(files_) == len(store.contents._contents) == self.live(model, expiry, clock)
+                assert sum(file.stat().st_size for file in files_) == store.contents.disk_bytes
+                assert store.contents.memory.nbytes == store.contents.memory.slots.bytes_by_state["tensor"]
+                assert store.contents.memory.nbytes <= settings.store_memory_bytes
+                assert store.contents.bytes_by_owner == {
+                    owner: sum(
+                        c.disk_bytes for c in store.contents._contents.values() if c.row.owner == owner
+                    )
+                    for owner in {c.row.owner for c in store.contents._contents.values()}
                 }
 
     @staticmethod
@@ -622,7 +655,7 @@ class TestAgainstAModel:
         if isinstance(pin, Pin):
             assert bytes(pin.view()) == data
         else:
-            assert await store.read(pin, 0, len(data)) == data
+            assert await store.contents.read(pin, 0, len(data)) == data
         pin.release()
 
     @staticmethod

@@ -1,0 +1,298 @@
+"""All versions of all tensors, on disk and in the arena: receives bytes, hands on holds and pins.
+
+A content's file is written once and never changed. The arena holds copies, least recently used first out, and
+for a while the only copy of what is to be written soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from service.arena import Slots
+from service.database import Database
+from service.errors import ServiceError
+from service.folder import DataFolder, refusing
+from service.store import files, index
+from service.store.content import Content, Hold, Pin, Source
+from service.store.effects import Effects
+from service.store.index import ContentRow
+from service.store.memory import Backing, Memory
+
+logger = logging.getLogger(__name__)
+
+
+class Contents:
+    """See the module. `forget(*tensors)` is told what a device cache may drop."""
+
+    def __init__(
+        self,
+        folder: DataFolder,
+        database: Database,
+        effects: Effects,
+        slots: Slots,
+        *,
+        memory_budget: int,
+        disk_budget: int,
+        forget: Callable[..., None],
+    ) -> None:
+        self.folder = folder
+        self.database = database
+        self.effects = effects
+        self.memory = Memory(slots, memory_budget, self._evicted_only_copy)
+        self.disk_budget = disk_budget
+        self.disk_bytes = 0
+        self.bytes_by_owner: dict[str, int] = {}
+        self.closing = False
+        self._forget = forget
+        self._contents: dict[str, Content] = {}
+        self._unwritten: dict[str, Content] = {}
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    # Start
+
+    async def restore(self, rows: Iterable[ContentRow]) -> None:
+        """Know what the index knows; delete files that it doesn't, and find out what was lost."""
+        rows = list(rows)
+        whole = await self._whole({row.id for row in rows})
+        for row in rows:
+            content = self._contents[row.id] = Content(replace(row, whole=row.id in whole))
+            content.lost = not content.row.whole
+            if not content.lost:
+                self._charge(content, content.disk_bytes)
+
+    async def _whole(self, known: set[str]) -> set[str]:
+        """Ids of the contents whose file is there."""
+        if not self.folder.writable:
+            return await self.effects.in_pool(files.present, self.folder.tensors, known)
+        reclaimed, whole = await self.effects.in_pool(files.reclaim, self.folder.tensors, known)
+        if reclaimed:
+            logger.info("reclaimed %d bytes of unfinished tensors", reclaimed)
+        if lost := known - whole:
+            logger.warning("%d tensors were lost before they were durable", len(lost))
+        await self.database.write(lambda db: index.settle(db, whole))
+        return whole
+
+    # Who needs what
+
+    def get(self, id_: str) -> Content:
+        """The content; ServiceError lost."""
+        content = self._contents.get(id_)
+        if content is None:
+            raise ServiceError("lost", "the tensor is gone")
+        return content
+
+    def hold(self, content: Content) -> Hold:
+        """Keep it readable."""
+        return Hold(content, self.drop)
+
+    def drop(self, content: Content) -> None:
+        """One need less; the last takes file and memory along."""
+        content.needs -= 1
+        if content.needs:
+            return
+        id_ = content.row.id
+        del self._contents[id_]
+        self._unwritten.pop(id_, None)
+        self.memory.remove(id_)
+        if not content.lost:
+            self._charge(content, -content.disk_bytes)
+        self._forget(content.tensor)
+        if not self.closing:  # else the next start finds it
+            self.effects.spawn(self._remove(id_))
+
+    async def _remove(self, id_: str) -> None:
+        try:
+            await self.effects.in_pool(files.remove, self._path(id_))
+        except OSError as error:
+            logger.warning("a deleted tensor's file stays until the next start: %s", error)
+
+    # Room
+
+    def check_room(self, nbytes: int) -> None:
+        """Refuse what can't be written: read_only, no_room."""
+        if not self.folder.writable:
+            raise ServiceError("read_only", "the data folder can't be written")
+        if self.disk_bytes + nbytes > self.disk_budget:
+            raise ServiceError("no_room", "the store's share of the disk is used up", limit=self.disk_budget)
+
+    def check_share(self, owner: str, nbytes: int, share: int | None) -> None:
+        """Refuse what is beyond an owner's share of the disk, if it has one: quota."""
+        used = self.bytes_by_owner.get(owner, 0)
+        if share is not None and used + nbytes > share:
+            raise ServiceError(
+                "quota", f"this key's owner keeps {used} bytes of tensors and results", limit=share
+            )
+
+    def _charge(self, content: Content, nbytes: int) -> None:
+        self.disk_bytes += nbytes
+        owner = content.row.owner
+        self.bytes_by_owner[owner] = self.bytes_by_owner.get(owner, 0) + nbytes
+        if not self.bytes_by_owner[owner]:
+            del self.bytes_by_owner[owner]
+
+    # Reading
+
+    async def load(self, hold: Hold) -> Pin:
+        """Bring a held content into the arena and keep it there. ServiceError lost, no_room."""
+        content = hold.content
+        while (resident := self.memory.get(content.row.id)) is None:
+            if content.lost:
+                raise _lost(content)
+            if content.loading is None:
+                content.loading = self.effects.spawn(self._load(content, self.hold(content)))
+            await asyncio.shield(content.loading)
+        return Pin(self.hold(content), resident)
+
+    async def _load(self, content: Content, hold: Hold) -> None:
+        row = content.row
+        try:
+            slot = self.memory.allocate(row.nbytes)
+            try:
+                await self._read_into(content, 0, slot.view(row.nbytes))
+            except BaseException:
+                slot.release()
+                raise
+            self.memory.add(row.id, slot)
+            self.memory.trim()
+        finally:
+            content.loading = None
+            hold.release()
+
+    async def read(self, hold: Hold, start: int, nbytes: int) -> bytearray:
+        """A piece of a held content, without a place in the arena for the whole."""
+        data = bytearray(nbytes)
+        resident = self.memory.peek(hold.content.row.id)
+        if resident is not None:
+            data[:] = resident.slot.view(hold.content.row.nbytes)[start : start + nbytes]
+        elif hold.content.lost:
+            raise _lost(hold.content)
+        else:
+            await self._read_into(hold.content, start, memoryview(data))
+        return data
+
+    def resident(self, hold: Hold) -> Pin | None:
+        """A pin on a held content if it is in the arena already."""
+        resident = self.memory.get(hold.content.row.id)
+        return None if resident is None else Pin(self.hold(hold.content), resident)
+
+    async def _read_into(self, content: Content, start: int, view: memoryview) -> None:
+        path = self._path(content.row.id)
+        try:
+            await self.effects.in_pool(files.read_into, path, content.data_start + start, view)
+        except (EOFError, FileNotFoundError) as error:
+            logger.error("a tensor's file is gone or cut: %s", error)
+            self._lose(content)
+            raise _lost(content) from error
+
+    # Writing
+
+    def reserve(self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Hold:
+        """A new content, its room on disk taken, its bytes to come. no_room, read_only."""
+        if nbytes != files.extent(dtype, shape):
+            raise ValueError(f"{nbytes} bytes given for {dtype} of shape {shape}")
+        id_ = secrets.token_hex(16)
+        content = Content(ContentRow(id_, owner, name, "", dtype, shape, nbytes, whole=False))
+        self.check_room(content.disk_bytes)
+        self._charge(content, content.disk_bytes)
+        self._contents[id_] = content
+        return self.hold(content)
+
+    async def write(self, content: Content, source: Source) -> None:
+        """Write the file of a new content; the arena may keep the source's slot."""
+        await self._write_file(content, source.view)
+        self._adopt(content, source, Backing.WRITTEN)
+
+    async def keep(self, content: Content, source: Source) -> None:
+        """Keep a new content in the arena, to be written by `write_back`."""
+        row = content.row
+        etag = await self.effects.in_pool(files.digest, row.dtype, row.shape, source.view)
+        content.row = replace(row, etag=etag)
+        if not self._adopt(content, source, Backing.WRITING):
+            slot = self.memory.allocate(source.nbytes)
+            slot.view(source.nbytes)[:] = source.view
+            self.memory.add(row.id, slot, Backing.WRITING)
+        self._unwritten[row.id] = content
+
+    async def write_back(self, content: Content) -> None:
+        """Write what is in the arena alone, once for all who ask. What the disk refuses is tried again."""
+        if content.row.id not in self._unwritten:
+            return
+        if content.writing is None:
+            content.writing = self.effects.spawn(self._write_back(content, self.hold(content)))
+        await asyncio.shield(content.writing)
+
+    async def retry(self) -> None:
+        """Try again to write what the disk refused."""
+        for content in list(self._unwritten.values()):
+            try:
+                await self.write_back(content)
+            except ServiceError:
+                return
+
+    async def _write_back(self, content: Content, hold: Hold) -> None:
+        resident = self.memory.peek(content.row.id)
+        assert resident is not None, "an only copy was evicted"
+        resident.backing = Backing.WRITING
+        try:
+            if not content.row.whole:
+                await self._write_file(content, resident.slot.view(content.row.nbytes))
+            await self.database.write(lambda db: index.written(db, content.row.id))
+            resident.backing = Backing.WRITTEN
+            self._unwritten.pop(content.row.id, None)
+        except ServiceError as error:
+            logger.warning("a tensor couldn't be written yet: %s", error.detail)
+            resident.backing = Backing.REFUSED
+            raise
+        finally:
+            content.writing = None
+            hold.release()
+            self.memory.trim()
+
+    async def _write_file(self, content: Content, data: memoryview) -> None:
+        row = content.row
+        with refusing():
+            # Side by side: hashing takes as long as many disks do. Both end before the memory may go.
+            written, etag = await asyncio.gather(
+                self.effects.in_pool(files.write, self._path(row.id), row.dtype, row.shape, data),
+                self.effects.in_pool(files.digest, row.dtype, row.shape, data),
+                return_exceptions=True,
+            )
+            for outcome in (written, etag):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        content.row = replace(row, etag=str(etag), whole=True)
+
+    def _adopt(self, content: Content, source: Source, backing: Backing) -> bool:
+        """Keep the source's slot as the content's memory, where it fits in."""
+        slot = source.slot
+        if slot is None or source.start or slot.state == "tensor":
+            return False
+        if backing is Backing.WRITTEN and slot.capacity > self.memory.budget:
+            return False
+        slot.become("tensor")
+        self.memory.add(content.row.id, slot.hold(), backing)
+        self.memory.trim()
+        return True
+
+    def _evicted_only_copy(self, id_: str) -> None:
+        self._lose(self._unwritten.pop(id_))
+        logger.warning("a tensor that the disk refused was evicted, so it is lost")
+
+    def _lose(self, content: Content) -> None:
+        if not content.lost:
+            content.lost = True
+            self._charge(content, -content.disk_bytes)
+
+    def _path(self, id_: str) -> Path:
+        return self.folder.tensors / (id_ + files.SUFFIX)
+
+
+def _lost(content: Content) -> ServiceError:
+    return ServiceError("lost", f"the tensor {content.row.name!r} was lost")
