@@ -11,6 +11,7 @@ Needs torch and tvm_ffi; no compiler.
 from __future__ import annotations
 
 import argparse
+import json
 import select
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import spread, write
+from benchmarks.record import RESULTS, spread, write
 from kernels.ladder import LADDER, Step, load
 from kernels.libraries import Libraries
 from kernels.problem import DType, Problem
 
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+MACHINE = {"sm_90a": "h200", "sm_100a": "b200"}
 ARCH = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 SIZE = {1: (128, 128, 64), 2: (128, 128, 4096)}
 LADDER_SIZE = (4096, 4096, 4096)
@@ -371,6 +374,55 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+# Its place in the README
+
+
+def markdown(arch: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The ladder as a table in Markdown; `rows` of a results file, none where nothing was measured."""
+    measured = bool(rows)
+    head = ["step", "the one idea", "file"]
+    if measured:
+        head += ["µs", "TFLOP/s", "× cuBLAS, bursts", "× cuBLAS, sustained"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 3 + "---:|" * (len(head) - 3)]
+    for step in LADDER[arch]:
+        path = step.module(arch).removeprefix("kernels.").replace(".", "/") + ".py"
+        cells = [str(step.number), step.idea, f"[{path}]({path})"]
+        if measured:
+            found = {r["timing"]: r for r in rows if r["step"] == step.number}
+            first = found.get("burst") or found.get("graph")
+            cells += (
+                [f"{first['seconds']['median'] * 1e6:,.1f}", f"{first['tflops']:.1f}"] if first else ["", ""]
+            )
+            cells += [f"{r['ratio']:.3f}" if (r := each) else "" for each in (first, found.get("sustained"))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def caption(document: dict[str, Any]) -> str:
+    """Where and when the figures of a results file were taken."""
+    machine, versions = document["machine"], document["versions"]
+    return (
+        f"Measured on one {machine['device']} on {document['date'][:10]} with torch {versions['torch']} by "
+        f"`{document['command']}` (benchmarks/results/{machine['name']}/{document['what']}.json): medians; fp16, "
+        f"normal inputs, sets rotated past L2, interleaved with cuBLAS. Above 1 is faster than cuBLAS."
+    )
+
+
+def readme(text: str, results: Path) -> str:
+    """The README with its tables made anew from the results."""
+    for arch, machine in MACHINE.items():
+        file = results / machine / "ladder.json"
+        document = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+        section = markdown(arch, document["rows"])
+        if document["rows"]:
+            section += f"\n\n{caption(document)}"
+        begin = f"<!-- ladder {arch}: python -m benchmarks.ladder --readme -->\n"
+        before, _, rest = text.partition(begin)
+        _, end, after = rest.partition("<!-- end -->")
+        text = f"{before}{begin}{section}\n{end}{after}"
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder", description="Time the ladder.")
@@ -385,7 +437,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", help=argparse.SUPPRESS)
     parser.add_argument("--arch", help=argparse.SUPPRESS)
     parser.add_argument("--ctas", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
     options = parser.parse_args(argv)
+    if options.readme:
+        README.write_text(readme(README.read_text(), RESULTS))
+        return 0
     dtype = DType(options.dtype)
     if options.verify:
         for number in options.verify.split(","):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,3 +107,30 @@ def test_square_measures_each_step_beside_cublas(monkeypatch: pytest.MonkeyPatch
     assert names == [(name, timing) for timing in ("burst", "sustained") for name in pair]
     assert set(launched) == set(pair)
     assert all(r["seconds"]["min"] > 0 and r["reference_seconds"]["min"] > 0 for r in measured)
+
+
+def test_readme_holds_what_the_results_say() -> None:
+    text = ladder.README.read_text()
+    assert ladder.readme(text, ladder.RESULTS) == text, "run python -m benchmarks.ladder --readme"
+
+
+def test_readme_shows_measured_figures(tmp_path: Path) -> None:
+    problem = ladder.problem_of(4096, 4096, 4096, DType.FP16)
+    rows = [
+        ladder.row(HOPPER[7], problem, [2.1e-4], [2e-4], timing="burst", error=1e-4),
+        ladder.row(HOPPER[7], problem, [2.1e-4], [2.3e-4], timing="sustained", error=1e-4),
+    ]
+    document = {
+        "what": "ladder",
+        "machine": {"name": "h200", "device": "NVIDIA H200"},
+        "date": "2030-01-02T03:04:05",
+        "versions": {"torch": "2"},
+        "command": "python -m benchmarks.ladder",
+        "rows": rows,
+    }
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "ladder.json").write_text(json.dumps(document))
+    text = ladder.readme(ladder.README.read_text(), tmp_path)
+    assert "| 210.0 | 654.5 | 0.952 | 1.095 |" in text
+    assert "one NVIDIA H200 on 2030-01-02" in text
+    assert text.count("[hopper/step8_cluster.py](hopper/step8_cluster.py)") == 1
