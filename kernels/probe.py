@@ -171,10 +171,12 @@ def admit(
     *,
     folder: Path | None = None,
     on_outcome: Callable[[Outcome], None] = lambda _: None,
+    on_known: Callable[[], None] = lambda: None,
 ) -> dict[str, Outcome]:
     """Let the variants run that were seen right on this device, driver and build; test those not seen yet.
 
-    Own variants stay barred until their test has ended, so this may run on a thread beside the service.
+    Own variants stay barred until their test has ended, so this may run on a thread beside the service, which
+    may begin at `on_known`: what was known is settled then, and the rest is barred.
     """
     kept = Kept(folder or default_folder(), runtime.device.key, runtime.build_hash)
     known = kept.read()
@@ -190,6 +192,7 @@ def admit(
     for name in names:
         if name in known:
             settle(known[name])
+    on_known()
 
     def tested(outcome: Outcome) -> None:
         known[outcome.variant] = outcome
@@ -208,6 +211,14 @@ def apply(runtime: Runtime, outcome: Outcome) -> None:
     log.error("variant %s is quarantined: %s: %s", outcome.variant, outcome.ended, outcome.detail)
     if outcome.variant != cublas.NAME:
         runtime.bar(outcome.variant, f"its self-test on this device ended: {outcome.ended}: {outcome.detail}")
+
+
+def condemn(runtime: Runtime, variant: str, detail: str, folder: Path | None = None) -> None:
+    """Quarantine a variant that faulted in service, for this process and those that follow."""
+    outcome = Outcome(variant, Ended.FAULT, detail)
+    kept = Kept(folder or default_folder(), runtime.device.key, runtime.build_hash)
+    kept.write(kept.read() | {variant: outcome})
+    apply(runtime, outcome)
 
 
 class Kept:

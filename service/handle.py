@@ -136,7 +136,8 @@ class Handle:
         with theirs:
             command = [
                 *[sys.executable, "-P", "-m", "service.worker", "--link", str(theirs.fileno())],
-                *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size), *self.arguments],
+                *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size)],
+                *["--index", str(self.index), *self.arguments],
             ]
             process = subprocess.Popen(
                 command,

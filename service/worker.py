@@ -17,9 +17,11 @@ import sys
 import threading
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from kernels.problem import Unsupported
+from kernels.reference import has_torch
 from service import logs
 from service.arena import Arena
 from service.drivers.base import CannotStart, Driver
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     link = WorkerLink(socket.socket(fileno=arguments.link))
     arena = Arena(arguments.arena, arguments.arena_bytes)
     try:
-        driver = open_driver(arguments.device, arguments.backend, arena)
+        driver = open_driver(arguments.device, arguments.backend, arguments.index, arena)
         driver.start(link.send)
     except CannotStart as reason:
         log.error("can't start on %s: %s", arguments.device, reason)
@@ -51,13 +53,26 @@ def main(argv: list[str] | None = None) -> int:
     return Worker(link, driver).run()
 
 
-def open_driver(device: str, backend: str, arena: Arena) -> Driver:
-    """The driver of `device` ("cpu" or "auto"). Raises CannotStart."""
+def open_driver(device: str, backend: str, index: int, arena: Arena) -> Driver:
+    """The driver of `device`; "auto" takes a GPU where torch sees one, else the CPU. Raises CannotStart."""
+    if device == "cuda" or (device == "auto" and _gpus()):
+        from service.drivers.cuda import CudaDriver
+
+        return CudaDriver(arena, index)
     if device in ("auto", "cpu"):
         from service.drivers.cpu import CpuDriver
 
         return CpuDriver(arena, backend)
     raise CannotStart(f"device {device!r} has no driver in this build", needs_person=True)
+
+
+def _gpus() -> int:
+    """GPUs that torch sees; loads torch only where the NVIDIA driver is."""
+    if not Path("/dev/nvidiactl").exists() or not has_torch():
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count())
 
 
 class Worker:
@@ -140,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the front")
     parser.add_argument("--arena", type=int, required=True, help="descriptor of the arena's memfd")
     parser.add_argument("--arena-bytes", type=int, required=True)
+    parser.add_argument("--index", type=int, default=0, help="which of the visible GPUs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--log-format", default="auto")

@@ -82,3 +82,27 @@ def late(item: Item) -> ItemDone | None:
     if item.deadline and item.deadline <= time.monotonic():
         return ItemDone(item.id, "deadline", "the deadline passed before the kernel was launched")
     return None
+
+
+def problem_asked(args: dict[str, Any]) -> Problem:
+    """The `Problem` of a question as routes/info.py words it."""
+    dtype = DType(args["dtype"])
+    return Problem(
+        m=args["m"],
+        n=args["n"],
+        k=args["k"],
+        batch=args["batch"],
+        dtype=dtype,
+        out_dtype=DType(args["out_dtype"] or dtype),
+        trans_a=args["trans_a"],
+        trans_b=args["trans_b"],
+        epilogue=Epilogue(
+            args["alpha"],
+            args["beta"],
+            args["c"],
+            BiasDim(args["bias"]) if args["bias"] else None,
+            Activation(args["activation"]),
+        ),
+        precision=Precision(args["precision"]),
+        batch_invariant=args["batch_invariant"],
+    )

@@ -17,11 +17,11 @@ import numpy as np
 
 from kernels import reference
 from kernels.device import Device, describe_cpu
-from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem, Unsupported
+from kernels.problem import DType, Problem, Unsupported
 from kernels.selector import Choice, choose
 from kernels.verify import check
 from service.arena import Arena
-from service.drivers.base import CannotStart, late, problem_of
+from service.drivers.base import CannotStart, late, problem_asked, problem_of
 from service.messages import Batch, BatchDone, Item, ItemDone, Operand, Report
 
 log = logging.getLogger("gemm.worker")
@@ -190,30 +190,6 @@ class CpuDriver:
 
     def _maybe(self, operand: Operand | None) -> np.ndarray[Any, Any] | None:
         return None if operand is None else self._array(operand)
-
-
-def problem_asked(args: dict[str, Any]) -> Problem:
-    """The `Problem` of a question as routes/info.py words it."""
-    dtype = DType(args["dtype"])
-    return Problem(
-        m=args["m"],
-        n=args["n"],
-        k=args["k"],
-        batch=args["batch"],
-        dtype=dtype,
-        out_dtype=DType(args["out_dtype"] or dtype),
-        trans_a=args["trans_a"],
-        trans_b=args["trans_b"],
-        epilogue=Epilogue(
-            args["alpha"],
-            args["beta"],
-            args["c"],
-            BiasDim(args["bias"]) if args["bias"] else None,
-            Activation(args["activation"]),
-        ),
-        precision=Precision(args["precision"]),
-        batch_invariant=args["batch_invariant"],
-    )
 
 
 def _backend_of(choice: Choice) -> reference.Backend:

@@ -29,10 +29,10 @@ class Reading:
 
 
 class TensorProbe:
-    """Reads one GPU, or one MIG slice of it. `uuid` as the driver names it ("GPU-…" or "MIG-…")."""
+    """Reads one GPU, or one MIG slice of it. `uuid` as the driver names it: "GPU-…", "MIG-…", or bare for a GPU."""
 
     def __init__(self, uuid: str, nvml: Any = None) -> None:
-        self._uuid = uuid
+        self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         self._nvml = nvml
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

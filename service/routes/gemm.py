@@ -128,7 +128,9 @@ async def _keep(
         ttl=request.ttl_seconds,
         share=principal.quota.store_bytes,
     )
-    await reply.send_stored(transfer, request, entry, outcome, durable=entry.durable, request_id=state["request_id"])
+    await reply.send_stored(
+        transfer, request, entry, outcome, durable=entry.durable, request_id=state["request_id"]
+    )
 
 
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

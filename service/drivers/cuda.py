@@ -1,0 +1,440 @@
+"""A GPU as a device: receives batches, moves operands from the page-locked arena, runs kernels, moves D back.
+
+Three lanes, a stream each (copy in, compute, copy out), so that one batch computes while the next arrives and
+the last leaves. `submit` only queues; a thread of its own waits for each batch's end and tells. Stored tensors
+stay in device memory within a byte budget, least recently used first out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from kernels import cublas, probe
+from kernels.device import Device
+from kernels.problem import DType, Problem, Unsupported
+from kernels.runtime import Operands, Runtime, runtime
+from kernels.selector import Choice
+from service.arena import Arena
+from service.drivers.base import CannotStart, late, problem_asked, problem_of
+from service.drivers.gpm import SOURCE, Reading, TensorProbe
+from service.messages import Batch, BatchDone, Item, ItemDone, Operand, Report
+
+log = logging.getLogger("gemm.worker")
+
+#: Batches that the lanes hold at once: one arrives, one computes, one leaves.
+LANES = 3
+#: Share of the device's free memory that stored tensors may take.
+CACHE_SHARE = 0.5
+#: Exit status after a device error: the context is lost, and with it the process.
+EXIT_DEVICE_FAULT = 5
+
+
+@dataclass(slots=True)
+class _Run:
+    """Items that one launch computes, and the events around it."""
+
+    items: Sequence[Item]
+    choice: Choice
+    flops: int
+    begun: Any
+    ended: Any
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A batch in the lanes. `held` keeps device memory until the last copy is done."""
+
+    batch: Batch
+    done: Callable[[BatchDone], None]
+    ended: dict[int, ItemDone] = field(default_factory=dict)
+    runs: list[_Run] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
+    marks: dict[str, Any] = field(default_factory=dict)
+
+
+class Cache:
+    """Stored tensors in device memory by content, within `budget` bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.nbytes = 0
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+
+    def get(self, tensor: str) -> Any | None:
+        """The device tensor, or None."""
+        kept = self._kept.get(tensor)
+        if kept is not None:
+            self._kept.move_to_end(tensor)
+        return kept
+
+    def put(self, tensor: str, value: Any) -> None:
+        """Keep `value`; what was used longest ago goes."""
+        if value.nbytes > self.budget or tensor in self._kept:
+            return
+        self._kept[tensor] = value
+        self.nbytes += value.nbytes
+        self.shrink(self.budget)
+
+    def shrink(self, nbytes: int) -> None:
+        """Drop tensors until at most `nbytes` are kept."""
+        while self.nbytes > nbytes:
+            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def forget(self, tensors: Sequence[str]) -> None:
+        """Drop these."""
+        for tensor in tensors:
+            gone = self._kept.pop(tensor, None)
+            if gone is not None:
+                self.nbytes -= gone.nbytes
+
+
+class CudaDriver:
+    """See service.drivers.base.Driver: GPU `index` of those that CUDA_VISIBLE_DEVICES leaves."""
+
+    backend = "cublas"
+
+    def __init__(self, arena: Arena, index: int = 0) -> None:
+        self._arena = arena
+        self._index = index
+        self.stacking = True
+        self.device: Device
+        self._runtime: Runtime
+        self._cache: Cache
+        self._outcomes: dict[str, probe.Outcome] = {}
+        self._reading = Reading(None, detail="not read yet")
+        self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._room = threading.BoundedSemaphore(LANES)
+        self._lock = threading.Lock()
+
+    # -- life -------------------------------------------------------------------------------------------------
+
+    def start(self, report: Callable[[Report], None]) -> None:
+        """Open the GPU, page-lock the arena, verify the reference; own variants join as their self-tests pass."""
+        self._tell = report
+        try:
+            import torch
+        except ImportError as error:
+            raise CannotStart(f"torch isn't installed: {error}", needs_person=True) from None
+        self._torch: Any = torch
+        try:
+            if not torch.cuda.is_available():
+                raise CannotStart("torch finds no CUDA device or no driver that fits it", needs_person=True)
+            torch.cuda.set_device(self._index)
+            self._open()
+        except (RuntimeError, AssertionError) as error:
+            raise CannotStart(f"GPU {self._index} can't be used: {error}", needs_person=True) from None
+        self._verify_reference()
+        self._waiter = threading.Thread(target=self._wait, name="copy_out", daemon=True)
+        self._waiter.start()
+        self._admit_variants()
+        self._probe = TensorProbe(self.device.uuid)
+        self._probe.start(self._read)
+
+    def _open(self) -> None:
+        torch = self._torch
+        self._runtime = runtime(self._index)
+        self.device = self._runtime.device
+        self._place = torch.device("cuda", self._index)
+        self._in, self._compute, self._out = (torch.cuda.Stream(self._place) for _ in range(3))
+        self._host = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
+        status = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._arena.size, 0)
+        if int(status):
+            log.warning("the arena can't be page-locked (CUDA error %d): copies are slower", int(status))
+        free, _ = torch.cuda.mem_get_info(self._place)
+        self._cache = Cache(int(free * CACHE_SHARE))
+        self._types = {
+            "fp16": torch.float16,
+            "bf16": torch.bfloat16,
+            "fp32": torch.float32,
+            "fp64": torch.float64,
+        }
+
+    def _verify_reference(self) -> None:
+        torch = self._torch
+        x = torch.randn(64, 96, device=self._place, dtype=torch.float64)
+        y = torch.randn(96, 32, device=self._place, dtype=torch.float64)
+        for dtype, bound in ((DType.FP64, 1e-12), (DType.FP32, 1e-5), (DType.FP16, 2e-2)):
+            a, b = (z.to(self._types[dtype])[None] for z in (x, y))
+            d = torch.full((1, 64, 32), float("nan"), device=self._place, dtype=self._types[dtype])
+            problem = Problem(64, 32, 96, dtype=dtype, out_dtype=dtype)
+            self._runtime.run(problem, Operands(a, b, d), cublas.NAME)
+            want = x @ y
+            if not (d[0].double() - want).norm() <= bound * want.norm():
+                raise CannotStart(f"cuBLAS computes wrong {dtype} products on this GPU", needs_person=True)
+
+    def _admit_variants(self) -> None:
+        """Self-tests run in a process of their own, beside the service; what is known already joins now."""
+        begun = threading.Event()
+
+        def settle(outcome: probe.Outcome) -> None:
+            self._outcomes[outcome.variant] = outcome
+            self._report()
+
+        def admit() -> None:
+            try:
+                probe.admit(self._runtime, self._index, on_outcome=settle, on_known=begun.set)
+            finally:
+                begun.set()
+
+        threading.Thread(target=admit, name="probe", daemon=True).start()
+        begun.wait()
+
+    def _read(self, reading: Reading) -> None:
+        if reading.active is None:
+            log.warning("tensor-core activity: %s", reading.detail)
+        self._reading = reading
+        self._report()
+
+    def _report(self) -> None:
+        torch = self._torch
+        quarantined = {name: self._kind(name, because) for name, because in self._runtime.barred.items()}
+        gauges = {
+            "device_cache_bytes": float(self._cache.nbytes),
+            "device_memory_bytes": float(torch.cuda.memory_reserved(self._place)),
+        }
+        reading = self._reading
+        self._tell(Report(gauges, quarantined, reading.active, SOURCE, reading.detail, reading.sm_clock_mhz))
+
+    def _kind(self, name: str, because: str) -> str:
+        outcome = self._outcomes.get(name)
+        if outcome is not None:
+            return str(outcome.ended)
+        return "untested" if because == probe.WAITING else "wrong"
+
+    def close(self) -> None:
+        """Finish the batches in the lanes."""
+        self._flights.put(None)
+        self._waiter.join()
+        self._probe.stop()
+
+    # -- batches ----------------------------------------------------------------------------------------------
+
+    def submit(self, batch: Batch, done: Callable[[BatchDone], None]) -> None:
+        """Queue a batch on the lanes; blocks while they hold LANES of them."""
+        self._room.acquire()
+        flight = _Flight(batch, done)
+        try:
+            with self._lock:
+                self._queue(flight)
+        except Exception as error:
+            self._fault(error, flight)
+        self._flights.put(flight)
+
+    def _queue(self, flight: _Flight) -> None:
+        due = []
+        for item in flight.batch.items:
+            refusal = late(item)
+            if refusal is None:
+                due.append(item)
+            else:
+                flight.ended[item.id] = refusal
+        groups = [due] if flight.batch.stacked and len(due) > 1 else [[item] for item in due]
+        self._mark(flight, "begun", self._in)
+        moved = [(items, self._guard(flight, items, self._copy_in)) for items in groups]
+        self._mark(flight, "arrived", self._in)
+        self._compute.wait_event(flight.marks["arrived"])
+        ran = []
+        for items, operands in moved:
+            if operands is not None and self._guard(flight, items, self._run, operands):
+                ran.append((items, operands.d))
+        self._mark(flight, "computed", self._compute)
+        self._out.wait_event(flight.marks["computed"])
+        for items, d in ran:
+            self._copy_out(items, d)
+        self._mark(flight, "left", self._out)
+
+    def _mark(self, flight: _Flight, name: str, stream: Any) -> None:
+        event = flight.marks[name] = self._torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+
+    def _guard(self, flight: _Flight, items: Sequence[Item], step: Callable[..., Any], *args: Any) -> Any:
+        """A step of one launch; memory that is short is made, once, from the cache."""
+        torch = self._torch
+        for last in (False, True):
+            try:
+                return step(flight, items, *args)
+            except Unsupported as reason:
+                return self._end(flight, items, "unsupported", reason.because)
+            except torch.OutOfMemoryError:
+                if last:
+                    break
+                log.warning("device memory is short: %d bytes of stored tensors leave", self._cache.nbytes)
+                self._cache.shrink(0)
+                torch.cuda.synchronize(self._place)
+                torch.cuda.empty_cache()
+        return self._end(flight, items, "no_room", "the GPU has no memory for this product")
+
+    @staticmethod
+    def _end(flight: _Flight, items: Sequence[Item], code: str, detail: str) -> None:
+        for item in items:
+            flight.ended[item.id] = ItemDone(item.id, code, detail)
+
+    def _copy_in(self, flight: _Flight, items: Sequence[Item]) -> Operands:
+        """Operands of one launch in device memory; rows of a stack side by side."""
+        torch = self._torch
+        first = items[0]
+        with torch.cuda.stream(self._in):
+            if len(items) == 1:
+                a = self._arrive(first.a)
+            else:
+                rows = sum(item.a.shape[0] for item in items)
+                a = torch.empty(
+                    (rows, first.a.shape[1]), dtype=self._types[first.a.dtype], device=self._place
+                )
+                at = 0
+                for item in items:
+                    a[at : at + item.a.shape[0]].copy_(self._here(item.a), non_blocking=True)
+                    at += item.a.shape[0]
+            b = self._arrive(first.b)
+            c = None if first.c is None else self._arrive(first.c)
+            bias = None if first.bias is None else self._arrive(first.bias)
+            shape = first.out.shape if len(items) == 1 else (a.shape[0], first.out.shape[1])
+            d = torch.empty(shape, dtype=self._types[first.out.dtype], device=self._place)
+        flight.held += [a, b, c, bias, d]
+        params = first.params
+        return Operands(_logical(a, params.trans_a), _logical(b, params.trans_b), _three(d), _three(c), bias)
+
+    def _run(self, flight: _Flight, items: Sequence[Item], operands: Operands) -> bool:
+        torch = self._torch
+        first = items[0]
+        refusal = late(first) if len(items) == 1 else None
+        if refusal is not None:
+            flight.ended[first.id] = refusal
+            return False
+        problem = problem_of(first)
+        if len(items) > 1:
+            problem = replace(problem, m=operands.a.shape[1])
+        wanted = cublas.NAME if flight.batch.reference_only else first.params.variant
+        if problem.epilogue.reads_c and operands.c is not None:
+            operands = replace(operands, c=operands.c.expand(operands.d.shape))
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._compute):
+            begun.record()
+            if operands.d.numel():
+                choice = self._runtime.run(problem, operands, wanted)
+            else:
+                choice = self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
+            ended.record()
+        flight.runs.append(_Run(items, choice, problem.flops, begun, ended))
+        return True
+
+    def _copy_out(self, items: Sequence[Item], d: Any) -> None:
+        """D into the slots, rows of a stack each to its own."""
+        with self._torch.cuda.stream(self._out):
+            if len(items) == 1:
+                self._here(items[0].out).copy_(d.view(items[0].out.shape), non_blocking=True)
+                return
+            at = 0
+            for item in items:
+                rows = item.out.shape[0]
+                self._here(item.out).copy_(d[0, at : at + rows], non_blocking=True)
+                at += rows
+
+    def _arrive(self, operand: Operand) -> Any:
+        """An operand in device memory: kept there already, or copied now (and kept, if it is stored)."""
+        kept = self._cache.get(operand.tensor) if operand.tensor else None
+        if kept is not None:
+            return kept
+        moved = self._torch.empty(operand.shape, dtype=self._types[operand.dtype], device=self._place)
+        moved.copy_(self._here(operand), non_blocking=True)
+        if operand.tensor:
+            self._cache.put(operand.tensor, moved)
+        return moved
+
+    def _here(self, operand: Operand) -> Any:
+        """The operand's bytes in the arena as a tensor."""
+        data = self._host[operand.offset : operand.offset + operand.nbytes]
+        return data.view(self._types[operand.dtype]).view(operand.shape)
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Tell each batch's end, in order."""
+        while True:
+            flight = self._flights.get()
+            if flight is None:
+                return
+            try:
+                done = self._finish(flight)
+            except Exception as error:
+                self._fault(error, flight)
+            flight.held.clear()
+            self._room.release()
+            flight.done(done)
+
+    def _finish(self, flight: _Flight) -> BatchDone:
+        marks = flight.marks
+        marks["left"].synchronize()
+        flops: dict[str, float] = {}
+        busy: dict[str, float] = {}
+        for run in flight.runs:
+            variant = run.choice.variant
+            flops[variant] = flops.get(variant, 0.0) + run.flops
+            busy[variant] = busy.get(variant, 0.0) + run.begun.elapsed_time(run.ended) / 1e3
+            for item in run.items:
+                flight.ended.setdefault(
+                    item.id, ItemDone(item.id, "", "", variant, str(run.choice.reason), run.choice.why)
+                )
+        seconds = {
+            "copy_in": marks["begun"].elapsed_time(marks["arrived"]) / 1e3,
+            "kernel": sum(busy.values()),
+            "copy_out": marks["computed"].elapsed_time(marks["left"]) / 1e3,
+        }
+        items = tuple(flight.ended[item.id] for item in flight.batch.items)
+        return BatchDone(flight.batch.id, items, seconds, flops, busy)
+
+    def _fault(self, error: Exception, flight: _Flight) -> None:
+        """A device error poisons the context: note who is suspect, and leave; the supervisor starts another."""
+        suspects = {run.choice.variant for run in flight.runs} - {cublas.NAME}
+        log.critical("device error: %s (variants in flight: %s)", error, sorted(suspects) or "reference only")
+        for name in suspects:
+            probe.condemn(self._runtime, name, f"{type(error).__name__}: {error}"[:500])
+        os._exit(EXIT_DEVICE_FAULT)
+
+    # -- questions --------------------------------------------------------------------------------------------
+
+    def ask(self, what: str, args: dict[str, Any]) -> Any:
+        """ "variants" and "choose"."""
+        if what == "variants":
+            barred = self._runtime.barred
+            return {
+                "device": asdict(self.device),
+                "variants": [
+                    {
+                        "name": each.name,
+                        "step": each.step,
+                        "state": "barred" if each.name in barred else "admitted",
+                        "detail": barred.get(each.name, self._detail(each.name)),
+                    }
+                    for each in self._runtime.variants
+                ],
+            }
+        if what == "choose":
+            return asdict(self._runtime.choose(problem_asked(args), args.get("variant", "auto")))
+        raise ValueError(f"a GPU can't answer {what!r}")
+
+    def _detail(self, name: str) -> str:
+        outcome = self._outcomes.get(name)
+        return f"self-test: {outcome.ended}" if outcome is not None else "the reference"
+
+    def forget(self, tensors: Sequence[str]) -> None:
+        """Drop these from device memory."""
+        with self._lock:
+            self._cache.forget(tensors)
+
+
+def _three(x: Any) -> Any:
+    return x if x is None or x.dim() == 3 else x[None]
+
+
+def _logical(x: Any, transposed: bool) -> Any:
+    """op(X) as [layers, rows, columns]."""
+    x = _three(x)
+    return x.transpose(1, 2) if transposed else x
