@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service import download
-from service.decode import JSON, parse_query
+from service.decode import JSON
 from service.errors import ServiceError
 from service.jobs import Job, Jobs
 from service.jobs.decode import JobBody
 from service.model import DTypeName
 from service.reply import send_json
 from service.routes.plain import PlainRoute, plain
-from service.routes.tensors import DOWNLOAD, DOWNLOAD_HEADERS, PageQuery, header_parameter
+from service.routes.tensors import DOWNLOAD, DOWNLOAD_HEADERS, PageQuery, header_parameter, no_query
 from service.services import Services
 from service.transfer import Transfer
 
@@ -115,7 +115,7 @@ def _key(transfer: Transfer) -> str | None:
 async def _post(scope: Scope, receive: Receive, send: Send) -> None:
     services, jobs, owner = _parts(scope)
     transfer = Transfer.of(scope, receive, send)
-    _no_query(scope)
+    no_query(scope)
     media = (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
     if media != JSON:
         raise ServiceError(
@@ -137,7 +137,7 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
 async def _events(scope: Scope, receive: Receive, send: Send) -> None:
     services, jobs, owner = _parts(scope)
     transfer = Transfer.of(scope, receive, send)
-    _no_query(scope)
+    no_query(scope)
     job = await jobs.find(owner, scope["path_params"]["job"])
     await transfer.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
     gone = asyncio.ensure_future(transfer.watch_disconnect())
@@ -186,17 +186,10 @@ def _event(kind: str, document: dict[str, Any]) -> bytes:
 async def _result(scope: Scope, receive: Receive, send: Send) -> None:
     services, jobs, owner = _parts(scope)
     transfer = Transfer.of(scope, receive, send)
-    _no_query(scope)
+    no_query(scope)
     job = await jobs.find(owner, scope["path_params"]["job"])
     hold = jobs.result(job, scope["path_params"]["step"])
     await download.send(transfer, services.store, hold, name="d")
-
-
-def _no_query(scope: Scope) -> None:
-    fields = parse_query(scope["query_string"])
-    if fields:
-        field = next(iter(fields))[:64]
-        raise ServiceError("invalid", f"{field}: isn't known here", field=field)
 
 
 # What follows declares the routes: FastAPI makes the OpenAPI document from it.
