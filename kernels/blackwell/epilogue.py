@@ -14,6 +14,7 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.experimental import primitives as prims
 
 EPI_N = 64  # columns of one read from TMEM
@@ -29,18 +30,30 @@ GMEM = cutlass.AddressSpace.gmem
 # Tensor memory and staging
 
 
-def read_chunk(tmem: Int32, warp: Int32, column: int | Int32, columns: int = EPI_N) -> cutlass.Vector:
+@dsl_user_op
+def read_chunk(
+    tmem: Int32,
+    warp: Int32,
+    column: int | Int32,
+    columns: int = EPI_N,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> cutlass.Vector:
     """`columns` fp32 of this thread's row. The registers count only after `tcgen05_wait("load")`."""
     address = prims.make_tmem_ptr_from_warp_row_col(tmem, warp % 4, column + (tmem & 0xFFFF), Float32)
-    return prims.tcgen05_ld("32x32b", address, num=columns)
+    return prims.tcgen05_ld("32x32b", address, num=columns, loc=loc, ip=ip)
 
 
-def stage_row(buffer: Any, row: Int32, values: cutlass.Vector, pitch: int) -> None:
+@dsl_user_op
+def stage_row(
+    buffer: Any, row: Int32, values: cutlass.Vector, pitch: int, *, loc: Any = None, ip: Any = None
+) -> None:
     """Write a row of `pitch` bytes (128 or 64) into a swizzled buffer, 16 bytes at a time."""
     lanes = 128 // values.dtype.width
     for chunk in range(pitch // 16):
         place = _chunk(row, chunk, pitch) * lanes
-        (buffer + place).store(values[chunk * lanes : (chunk + 1) * lanes], alignment=16)
+        (buffer + place).store(values[chunk * lanes : (chunk + 1) * lanes], alignment=16, loc=loc, ip=ip)
 
 
 def unstage_row(buffer: Any, row: Int32, pitch: int) -> cutlass.Vector:

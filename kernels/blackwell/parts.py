@@ -14,6 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.experimental import cuda
 from cutlass.experimental import primitives as prims
 
@@ -79,17 +80,34 @@ def tensor_map(matrix: cute.Tensor, rows: int, columns: int, swizzle: Any = S128
     )
 
 
-def load(tile: cutlass.Array, source: cuda.TensorMap, row: Int32, k: Int32, full: cutlass.Array) -> None:
+@dsl_user_op
+def load(
+    tile: cutlass.Array,
+    source: cuda.TensorMap,
+    row: Int32,
+    k: Int32,
+    full: cutlass.Array,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
     """Start the load of one box into this CTA; its bytes arrive on `full`. One thread calls this."""
-    prims.cp_async_bulk_tensor_shared_cta_global(tile, source.get_ptr(), [k, row], full)
+    prims.cp_async_bulk_tensor_shared_cta_global(tile, source.get_ptr(), [k, row], full, loc=loc, ip=ip)
 
 
+@dsl_user_op
 def load_pair(
-    tile: cutlass.Array, source: cuda.TensorMap, coordinates: list[Any], full: cutlass.Array
+    tile: cutlass.Array,
+    source: cuda.TensorMap,
+    coordinates: list[Any],
+    full: cutlass.Array,
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> None:
     """The same in a CTA pair: the bytes arrive on the leader's `full`, at the same offset in its memory."""
     prims.cp_async_bulk_tensor_shared_cluster_global(
-        tile, source.get_ptr(), coordinates, full, [], group="cta_2"
+        tile, source.get_ptr(), coordinates, full, [], group="cta_2", loc=loc, ip=ip
     )
 
 
@@ -124,6 +142,7 @@ def instruction(dtype: Any, m: int, n: int, a_mn: bool = False, b_mn: bool = Fal
     )
 
 
+@dsl_user_op
 def multiply(
     group: str,
     accumulator: Any,
@@ -133,6 +152,9 @@ def multiply(
     accumulate: Any,
     a_step: int = K_STEP,
     b_step: int = K_STEP,
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> None:
     """tcgen05.mma over one block of K, BLK_K / MMA_K of them. One thread calls this, and commits.
 
@@ -147,6 +169,8 @@ def multiply(
             b.advance_start_address(b_step * j),
             descriptor,
             accumulate if j == 0 else True,
+            loc=loc,
+            ip=ip,
         )
 
 

@@ -9,6 +9,9 @@ consumer to producer (*empty*). Both sides walk it with the same `PipelineState`
 
 The names say who signals whom: `tma2mma` (stage loaded), `mma2tma` (stage read), `mma2ld` (accumulator
 ready), `ld2mma` (accumulator drained).
+
+`dsl_user_op` makes an instruction belong to the line that calls these functions: reports and profiles then name
+the kernel's line and, by it, the barrier.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.experimental import primitives as prims
 
 PRODUCER_PHASE = 1
@@ -65,34 +69,51 @@ def barriers(count: int) -> cutlass.Array:
     return cutlass.Array(cutlass.Int64, count, space=cutlass.AddressSpace.smem, alignment=8)
 
 
-def init(ring: cutlass.Array, count: int, arrivals: int) -> None:
+@dsl_user_op
+def init(ring: cutlass.Array, count: int, arrivals: int, *, loc: Any = None, ip: Any = None) -> None:
     """Set how many arrivals flip each barrier of a ring. One thread calls this; then fence and meet."""
     for stage in range(count):
-        prims.mbarrier_init(ring.subview(stage), arrivals)
+        prims.mbarrier_init(ring.subview(stage), arrivals, loc=loc, ip=ip)
 
 
-def wait(ring: cutlass.Array, state: PipelineState, scope: str = "cta") -> None:
+@dsl_user_op
+def wait(
+    ring: cutlass.Array, state: PipelineState, scope: str = "cta", *, loc: Any = None, ip: Any = None
+) -> None:
     """Block until the state's stage of a ring has passed the state's phase.
 
     scope: "cluster" where another CTA arrives, or its TMA or tensor core; else what it did may not be seen.
     """
-    wait_phase(ring.subview(state.stage), state.phase, scope)
+    _spin(ring.subview(state.stage), state.phase, scope, loc)
+
+
+@dsl_user_op
+def wait_phase(
+    barrier: cutlass.Array, phase: int | Int32, scope: str = "cta", *, loc: Any = None, ip: Any = None
+) -> None:
+    """Block until one barrier has passed a phase."""
+    _spin(barrier, phase, scope, loc)
 
 
 @cute.jit
-def wait_phase(barrier: cutlass.Array, phase: int | Int32, scope: cutlass.Constexpr = "cta") -> None:
-    """Block until one barrier has passed a phase."""
-    while not prims.mbarrier_try_wait_parity(barrier, phase, scope=scope):
+def _spin(
+    barrier: cutlass.Array, phase: int | Int32, scope: cutlass.Constexpr, loc: cutlass.Constexpr
+) -> None:
+    while not prims.mbarrier_try_wait_parity(barrier, phase, scope=scope, loc=loc):
         pass
 
 
-def wait_all(ring: cutlass.Array, state: PipelineState, scope: str = "cta") -> None:
+@dsl_user_op
+def wait_all(
+    ring: cutlass.Array, state: PipelineState, scope: str = "cta", *, loc: Any = None, ip: Any = None
+) -> None:
     """Wait once for each stage: a producer leaves its cluster when nobody will signal it any more."""
     for _ in range(state.depth):
-        wait(ring, state, scope)
+        wait(ring, state, scope, loc=loc, ip=ip)
         state.advance()
 
 
-def arrive_at(barrier: cutlass.Array, rank: int) -> None:
+@dsl_user_op
+def arrive_at(barrier: cutlass.Array, rank: int, *, loc: Any = None, ip: Any = None) -> None:
     """One arrival, with cluster scope, on the barrier at the same offset in CTA `rank` of the cluster."""
-    prims.mbarrier_arrive(prims.mapa(barrier, rank))
+    prims.mbarrier_arrive(prims.mapa(barrier, rank, loc=loc, ip=ip), loc=loc, ip=ip)
