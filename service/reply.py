@@ -30,7 +30,6 @@ MEDIA: dict[Form, tuple[str, ...]] = {
     "npy": (NPY, "application/npy", "application/x-numpy"),
     "raw": (RAW,),
 }
-_FORMS: dict[str, Form] = {media: form for form, names in MEDIA.items() for media in names}
 
 
 class Outcome(Protocol):
@@ -84,25 +83,16 @@ def negotiate(accept: str | None, default: Form) -> Form:
     raise ServiceError("not_acceptable", f"Accept allows none of {offered}", field="accept")
 
 
-def check_form(form: Form, tensor: Tensor) -> None:
-    """Refuse, before any work, a form that can't hold the result."""
-    if form == "npy":
-        npy.emit(tensor)
-
-
 def reply_form(transfer: Transfer, request: GemmRequest) -> Form:
     """The form of this request's reply; to be asked before the work is queued."""
     if request.out_handle is not None:
-        negotiate_json(transfer)
+        # What is told of a kept tensor is JSON, also to whoever prefers tensors in another form.
+        negotiate(transfer.header(b"accept"), "json")
         return "json"
     form = negotiate(transfer.header(b"accept"), request.form)
-    check_form(form, request.plan.out)
+    if form == "npy":
+        npy.emit(request.plan.out)  # refuses bf16, before any work
     return form
-
-
-def negotiate_json(transfer: Transfer) -> None:
-    """A reply that exists as JSON only goes to whoever asks for a tensor's form as well."""
-    negotiate(transfer.header(b"accept"), "json")
 
 
 async def send(

@@ -5,6 +5,6 @@ is a ServiceError that names the field: `malformed` where the bytes can't be par
 but mean nothing here.
 """
 
-from service.formats.base import DTYPES, MAX_DIM, Tensor, count, element, nbytes, numpy_dtype
+from service.formats.base import DTYPES, MAX_DIM, Tensor, nbytes, numpy_dtype
 
-__all__ = ["DTYPES", "MAX_DIM", "Tensor", "count", "element", "nbytes", "numpy_dtype"]
+__all__ = ["DTYPES", "MAX_DIM", "Tensor", "nbytes", "numpy_dtype"]

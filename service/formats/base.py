@@ -38,19 +38,9 @@ class Tensor:
         return nbytes(self.dtype, self.shape)
 
 
-def element(dtype: str) -> int:
-    """Bytes an element."""
-    return _SIZES[dtype]
-
-
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype of an API name."""
     return DTYPES[dtype]
-
-
-def count(shape: tuple[int, ...]) -> int:
-    """Number of elements."""
-    return math.prod(shape)
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
