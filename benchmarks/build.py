@@ -1,0 +1,64 @@
+"""What a build makes: receives an architecture, hands on build.json with functions, bytes and seconds.
+
+    python -m benchmarks.build [--arch sm_90a --arch sm_100a] [--root DIR]
+
+Builds into a fresh folder, so that everything is compiled; with --root, takes what lies there from the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import cpu_machine, write
+from kernels.build import build
+from kernels.libraries import read_manifest
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+
+
+def measure(arch: str, root: Path) -> dict[str, Any]:
+    """Build an architecture and add up what came of it."""
+    started = time.perf_counter()
+    outcomes = build(arch, root=root)
+    wall = time.perf_counter() - started
+    manifest = read_manifest(root, arch)
+    functions = manifest.functions.values()
+    return {
+        "name": arch,
+        "functions": len(functions),
+        "libraries": len(manifest.library_bytes),
+        "library_bytes": sum(manifest.library_bytes.values()),
+        "compiled": sum(not built.cached for built in outcomes),
+        "wall_seconds": round(wall, 1),
+        "core_seconds": round(sum(info.seconds for info in functions), 1),
+        "cores": len(os.sched_getaffinity(0)),
+        "compiler": manifest.compiler,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.build", description="Measure the build.")
+    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: both")
+    parser.add_argument("--root", type=Path, help="take what is there from the cache")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="kernels-") as fresh:
+        rows = [measure(arch, options.root or Path(fresh)) for arch in options.arch or ARCHITECTURES]
+    for row in rows:
+        print(
+            f"{row['name']}: {row['functions']} functions in {row['libraries']} libraries, "
+            f"{row['library_bytes'] / 1e6:.1f} MB, {row['core_seconds']:.0f} core seconds"
+        )
+    packages = ["nvidia-cutlass-dsl", "apache-tvm-ffi"]
+    print(write("cpu", "build", rows, details=cpu_machine(), packages=packages))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
