@@ -13,7 +13,6 @@ import asyncio
 import ipaddress
 import json
 import re
-import secrets
 import socket
 import sys
 import time
@@ -70,6 +69,8 @@ class Gate:
         state = scope.setdefault("state", {})
         reply = _Reply(send, headers.request_id(), scope)
         trace = logs.Trace.take(headers.text(b"traceparent"))
+        if b"traceparent" in headers:
+            reply.headers.append((b"traceresponse", trace.traceparent.encode()))
         state |= {"request_id": reply.request_id, "traceparent": trace.traceparent, "stages": {}}
         token = logs.bind(reply.request_id, trace)
         principal: Principal | None = None
@@ -97,7 +98,8 @@ class Gate:
         if not probe:
             if self._hosts is None:
                 self._hosts = allowed_hosts(services.settings)
-            host = headers.one(b"host", required=scope["http_version"] != "1.0")
+            headers.check(host=scope["http_version"] != "1.0")
+            host = headers.text(b"host")
             check_host(host, self._hosts)
             check_origin(headers.text(b"origin"), host)
         keys = services.keys
@@ -105,7 +107,7 @@ class Gate:
             return ANONYMOUS
         if probe or path == "/" or path.startswith(_PAGE):
             return Principal("", frozenset())
-        principal = keys.check(headers.one(b"authorization", required=False))
+        principal = keys.check(headers.text(b"authorization"))
         wanted = wanted_scope(path)
         if wanted is not None:
             principal.require(wanted)
@@ -133,31 +135,39 @@ class Gate:
         )
 
 
-class _Headers:
-    """The request's headers as it needs them here; names are lower-case, as ASGI has them."""
+#: Headers that the gate reads; of these the first two may come once only.
+_ONCE = frozenset({b"host", b"authorization"})
+_READ = _ONCE | {b"origin", b"traceparent", b"x-request-id"}
+
+
+class _Headers(dict[bytes, bytes]):
+    """The request's headers that are read here, by name in lower case, as ASGI has them."""
 
     def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
-        self._raw = raw
+        super().__init__()
+        self.twice: bytes | None = None
+        for name, value in raw:
+            if name in _READ:
+                if name in self and name in _ONCE:
+                    self.twice = name
+                self[name] = value
 
-    def one(self, name: bytes, *, required: bool) -> str | None:
-        """The value of a header that may come once only."""
-        values = [value for key, value in self._raw if key == name]
-        if len(values) > 1 or (required and not values):
-            raise ServiceError(
-                "malformed", f"exactly one {name.decode()} header is needed", field=name.decode()
-            )
-        return values[0].decode("latin-1") if values else None
+    def check(self, *, host: bool) -> None:
+        """ServiceError malformed where one that may come once came twice, or no Host came and `host`."""
+        wrong = self.twice or (b"host" if host and b"host" not in self else None)
+        if wrong is not None:
+            field = wrong.decode()
+            raise ServiceError("malformed", f"exactly one {field} header is needed", field=field)
 
     def text(self, name: bytes) -> str | None:
-        """The value of a header, the first where it came more than once."""
-        return next((value.decode("latin-1") for key, value in self._raw if key == name), None)
+        """The value of a header."""
+        value = self.get(name)
+        return None if value is None else value.decode("latin-1")
 
     def request_id(self) -> str:
         """The caller's X-Request-Id where it is a plain word, else a new one."""
-        for key, value in self._raw:
-            if key == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-                return value.decode()
-        return secrets.token_hex(8)
+        value = self.get(b"x-request-id")
+        return value.decode() if value is not None and _REQUEST_ID.fullmatch(value) else logs.new_id()
 
 
 class _Reply:
@@ -167,6 +177,7 @@ class _Reply:
         self._send = send
         self._scope = scope
         self.request_id = request_id
+        self.headers = [(b"x-request-id", request_id.encode())]
         self.status = 0
         self.sent_bytes = 0
         self.complete = False
@@ -177,7 +188,7 @@ class _Reply:
         """An ASGI message on its way out."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            message["headers"] = [*message.get("headers", ()), *self.headers]
         elif message["type"] == "http.response.body":
             self.sent_bytes += len(message.get("body", b""))
             self.complete = not message.get("more_body", False)
@@ -278,7 +289,10 @@ def check_host(host: str | None, allowed: frozenset[str]) -> None:
     """ServiceError misdirected where `host` (with or without port) isn't one of the service's names."""
     if host is None or "*" in allowed:
         return
-    name = _without_port(host).lower().rstrip(".")
+    name = _without_port(host)
+    if name in allowed:
+        return
+    name = name.lower().rstrip(".")
     if name in allowed or ("<address>" in allowed and _is_address(name)):
         return
     raise ServiceError(

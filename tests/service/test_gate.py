@@ -140,6 +140,7 @@ async def test_request_id_and_trace_pass_through(open_app: Guarded) -> None:
         assert reply.json()["owner"] == "local"
         assert reply.json()["traceparent"].split("-")[1] == "a" * 32
         assert reply.json()["traceparent"].split("-")[2] != "b" * 16
+        assert reply.headers["traceresponse"] == reply.json()["traceparent"]
         made = (await client.post("/gemm", headers={"X-Request-Id": "a\tb"})).headers["x-request-id"]
         assert len(made) == 16
     counts = open_app.state.services.metrics

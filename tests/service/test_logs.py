@@ -19,6 +19,7 @@ def _restore() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
+    logs._Now.sink = None
     root.handlers[:] = handlers
     root.setLevel(level)
     for name in ("gemm", "service", "uvicorn"):
