@@ -61,7 +61,10 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, from its head to its end."""
         if scope["type"] != "http":
-            await self._app(scope, receive, _short(send))
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, _short(send))
+            else:
+                await send({"type": "websocket.close"})  # there are none here, and so no way around the keys
             return
         services: Services = self._owner.state.services
         started = time.perf_counter()
@@ -104,6 +107,8 @@ class Gate:
             check_origin(headers.text(b"origin"), host)
         keys = services.keys
         if not keys.required:
+            if not services.settings.insecure:
+                check_peer(scope.get("client"))
             return ANONYMOUS
         if probe or path == "/" or path.startswith(_PAGE):
             return Principal("", frozenset())
@@ -304,6 +309,26 @@ def check_origin(origin: str | None, host: str | None) -> None:
     """ServiceError forbidden where a page of another origin made a browser send this."""
     if origin is not None and origin.partition("://")[2].lower() != (host or "").lower():
         raise ServiceError("forbidden", "a page of another origin may not use this service", field="Origin")
+
+
+def check_peer(client: tuple[str, int] | None) -> None:
+    """ServiceError forbidden where a request came from another machine though no keys are set.
+
+    Start-up refuses such an address already; another ASGI server that runs this app may listen anywhere.
+    """
+    if client is None or client[0] in ("127.0.0.1", "::1") or _is_loopback(client[0]):
+        return
+    raise ServiceError("forbidden", "without keys only this machine may use the service")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return parsed.is_loopback or bool(
+        parsed.version == 6 and parsed.ipv4_mapped and parsed.ipv4_mapped.is_loopback
+    )
 
 
 def _without_port(host: str) -> str:

@@ -299,6 +299,30 @@ def test_scope_of_a_path(path: str, scope: str | None) -> None:
     assert gate.wanted_scope(path) == scope
 
 
+async def test_without_keys_other_machines_are_refused_under_any_server(open_app: Guarded) -> None:
+    for address, status in [("10.0.0.5", 403), ("127.0.0.9", 200), ("::ffff:127.0.0.1", 200), ("odd", 403)]:
+        transport = httpx.ASGITransport(open_app, client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.post("/gemm")).status_code == status, address
+    insecure = app_with(load({"insecure": "true"}, environ={}))
+    transport = httpx.ASGITransport(insecure, client=("10.0.0.5", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.post("/gemm")).status_code == 200
+
+
+async def test_websockets_are_closed(open_app: Guarded) -> None:
+    sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    await open_app({"type": "websocket", "path": "/gemm", "headers": []}, receive, send)
+    assert sent == [{"type": "websocket.close"}]
+
+
 def test_exposure(tmp_path: Path) -> None:
     def expose(**flags: str) -> None:
         settings = load(flags, environ={})
