@@ -49,7 +49,7 @@ class App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document."""
         if not self.openapi_schema:
-            self.openapi_schema = schema.hoist(super().openapi())
+            self.openapi_schema = schema.finish(super().openapi())
         return self.openapi_schema
 
 

@@ -8,7 +8,7 @@ the schema.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
@@ -31,6 +31,13 @@ def plain(application: PlainApp) -> Callable[[Callable[..., Any]], Callable[...,
 class PlainRoute(APIRoute):
     """An APIRoute that calls its endpoint's `plain` application, where there is one."""
 
+    #: Methods of all routes of a path, each of which knows its own only.
+    _methods: ClassVar[dict[str, set[str]]] = {}
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self._methods.setdefault(path, set()).update(self.methods or ())
+
     @property
     def plain(self) -> PlainApp | None:
         """The ASGI callable that serves this route."""
@@ -38,10 +45,10 @@ class PlainRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the plain application; 405 for other methods."""
+        if scope["method"] not in (self.methods or ()):
+            raise HTTPException(405, headers={"Allow": ", ".join(sorted(self._methods[self.path]))})
         if self.plain is None:
             await super().handle(scope, receive, send)
-        elif scope["method"] not in (self.methods or ()):
-            raise HTTPException(405, headers={"Allow": ", ".join(sorted(self.methods or ()))})
         else:
             await self.plain(scope, receive, send)
 

@@ -1,21 +1,59 @@
-"""The OpenAPI document's loose ends: receives what FastAPI made, hands on one whose every reference resolves.
+"""The OpenAPI document's loose ends: receives what FastAPI made, hands on one that tells the whole truth.
 
-Bodies of plain routes are described by pydantic's own schemas, which carry their parts along in `$defs`.
+Bodies of plain routes are described by pydantic's own schemas, which carry their parts along in `$defs`; every
+refusal is problem+json, whatever FastAPI supposes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from service.errors import CODES
 
-def hoist(document: dict[str, Any]) -> dict[str, Any]:
-    """Move each `$defs` to the document's components, where the references point."""
+_PROBLEM: dict[str, Any] = {
+    "title": "Problem",
+    "description": "A refusal, as RFC 9457 has it. Clients may switch on `code`.",
+    "type": "object",
+    "required": ["type", "title", "status", "code", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "code": {"type": "string", "enum": list(CODES)},
+        "detail": {"type": "string"},
+        "field": {"type": "string", "description": "What is at fault"},
+        "limit": {"type": "number", "description": "The bound that was passed"},
+        "request_id": {"type": "string"},
+    },
+}
+_CONTENT = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+
+
+def finish(document: dict[str, Any]) -> dict[str, Any]:
+    """Make every reference resolve and every refusal a problem."""
+    schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
     parts: dict[str, Any] = {}
     _collect(document, parts)
-    known = document.setdefault("components", {}).setdefault("schemas", {})
     for name, schema in parts.items():
-        known.setdefault(name, schema)
+        schemas.setdefault(name, schema)
+    schemas["Problem"] = _PROBLEM
+    for operation in _operations(document):
+        responses: dict[str, Any] = operation.setdefault("responses", {})
+        for status, response in responses.items():
+            if status.startswith(("4", "5")):
+                response["content"] = _CONTENT
+        responses["default"] = {"description": "A refusal", "content": _CONTENT}
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
     return document
+
+
+def _operations(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All but those of the inference protocol, which has an error form of its own."""
+    for path, operations in document["paths"].items():
+        if not path.startswith("/v2"):
+            yield from operations.values()
 
 
 def _collect(value: Any, parts: dict[str, Any]) -> None:

@@ -36,6 +36,16 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
             place = place[part]
 
 
+def test_refusals_are_problems(document: dict[str, Any]) -> None:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            refusals = {k: v for k, v in operation["responses"].items() if k == "default" or k[0] in "45"}
+            assert "default" in refusals, (method, path)
+            for response in refusals.values():
+                assert list(response["content"]) == ["application/problem+json"]
+    assert "not_found" in document["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]
+
+
 def test_every_operation_says_what_it_is(document: dict[str, Any]) -> None:
     assert {"/gemm", "/tensors/{name}", "/tensors", "/jobs", "/jobs/{job}"} <= set(document["paths"])
     names = set()

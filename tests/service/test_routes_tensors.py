@@ -355,8 +355,10 @@ class TestList:
         assert (reply.status_code, reply.json()["code"]) == (422, "invalid")
 
     async def test_other_methods(self, site: Site) -> None:
-        assert (await site.ann.post("/tensors/w")).status_code == 405
-        assert (await site.ann.patch("/tensors")).status_code == 405
+        reply = await site.ann.post("/tensors/w")
+        assert (reply.status_code, reply.headers["allow"]) == (405, "DELETE, GET, HEAD, PUT")
+        reply = await site.ann.patch("/tensors")
+        assert (reply.status_code, reply.headers["allow"]) == (405, "GET")
 
 
 async def test_openapi_tells_of_every_route(site: Site) -> None:
