@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+RAW = "application/octet-stream"
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
 _SCRIPT = Path(__file__).with_name("post.lua")
 
@@ -73,13 +74,17 @@ def _await(process: subprocess.Popen[bytes], probe: str, seconds: float) -> None
     raise RuntimeError(f"no answer at {probe} within {seconds:g} s")
 
 
-def wrk(url: str, body: Path, *, clients: int, seconds: float) -> Counted:
+def wrk(url: str, body: Path, *, clients: int, seconds: float, media: str = RAW) -> Counted:
     """Load `url` with wrk, one thread; raises where any answer was no success."""
     if shutil.which("wrk") is None:
         raise SystemExit("benchmarks need wrk: apt-get install wrk")
     command = ["wrk", "-t1", f"-c{clients}", f"-d{seconds:g}s", "--latency", "-s", str(_SCRIPT), url]
     run = subprocess.run(
-        command, env={**os.environ, "GEMM_BODY": str(body)}, capture_output=True, text=True, check=True
+        command,
+        env={**os.environ, "GEMM_BODY": str(body), "GEMM_TYPE": media},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     if "Non-2xx" in run.stdout or "Socket errors" in run.stdout:
         raise RuntimeError(f"not every answer was a success:\n{run.stdout}")
