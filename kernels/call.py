@@ -1,4 +1,4 @@
-"""How product kernels are called: receives a `Problem` and where its operands lie, hands on a call's arguments.
+"""How product kernels are called: receives a `Problem` and where its operands lie, hands on the arguments.
 
 Every function of the Step 9 families (kernels/hopper, kernels/blackwell) has this one signature, so one
 launcher serves all architectures, variants and types:
@@ -9,13 +9,13 @@ launcher serves all architectures, variants and types:
 a, b      tensors (DLPack, on the device) of the logical operands: op(A) as [La, M, K], op(B) as [Lb, K, N],
           where La, Lb are `batch` or 1 (broadcast). One of the last two strides is 1: which one, and the
           dtype, are fixed at compile time (`Compiled.function` names the function for a problem). Sizes are
-          32-bit, strides 64-bit. The operand starts at a multiple of 16 bytes and its other strides are
-          multiples of 16 bytes; a dimension of size 1 carries such a stride too, as `Strides.normal` gives it.
+          32-bit, strides 64-bit. The operand starts at a multiple of 16 bytes and its other strides are such
+          multiples too; a dimension of size 1 carries one as well, as `Strides.normal` gives it.
 d, c, bias  int: addresses on the device; 0 where there is none. Strides of D and C are in their own elements;
           0 broadcasts. `code` says which types lie there. Functions that store by TMA need d_column = 1, the
-          output type that they were compiled for, and d, d_row and d_batch in multiples of 16 bytes; those
-          named `plain` take any. D may be C itself (same address and strides); it may not overlap A or B.
-          The bias is contiguous.
+          output type that they were compiled for, and d, d_row, d_batch and the length of a row in multiples
+          of 16 bytes (TMA would write past a row that ends within one); those named `plain` take any.
+          D may be C itself (same address and strides); it may not overlap A or B. The bias is contiguous.
 alpha, beta  float (fp32). alpha = 0: neither A nor B is read. C is read only if `code` says there is one.
 code      int: `Code.pack` below.
 batch     int: number of products.
@@ -53,7 +53,7 @@ class Compiled(Protocol):
         ...
 
     def function(self, problem: Problem) -> str:
-        """Name of the compiled function for a problem that the variant supports, as the build's manifest has it."""
+        """Name, in the build's manifest, of the compiled function for a problem that the variant supports."""
         ...
 
     def raster(self, problem: Problem, device: Device) -> int:

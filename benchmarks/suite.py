@@ -1,0 +1,492 @@
+"""Own kernels against cuBLAS and cuBLASLt: receives a GPU and libraries, hands on suite.json and a table.
+
+    python -m benchmarks.suite [--dtype fp16] [--layout nn] [--only TEXT] [--all] [--machine h200] [--out DIR]
+
+Each shape: the selector (no table) names a variant; its D is checked element by element by the API's error
+bound against fp64, NaN before the launch; then all are timed. A contender is a CUDA graph of some launches
+over sets of normal inputs that together exceed L2. Burst: after a pause one replay each, in turn. Sustained:
+blocks of a quarter second, forth and back (A B C C B A), which is what counts. A ratio is the faster
+reference's median over ours. What TMA can't address is packed within the timed graph. With --all every own
+variant is timed in short blocks as well, which tells how far the selector was from the best (selector.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import spread, write
+from kernels.call import Strides, code_of
+from kernels.device import Device, describe_cuda
+from kernels.hopper.variants import Step9, variants
+from kernels.libraries import Libraries
+from kernels.problem import DType, Problem
+from kernels.selector import choose
+
+SHAPES = (  # batch, m, n, k
+    (1, 512, 512, 512),
+    (1, 1024, 1024, 1024),
+    (1, 2048, 2048, 2048),
+    (1, 4096, 4096, 4096),
+    (1, 8192, 8192, 8192),
+    (1, 16384, 4096, 4096),
+    (1, 4096, 14336, 4096),
+    (1, 4096, 4096, 14336),
+    (1, 8192, 28672, 8192),
+    (1, 1, 8192, 8192),
+    (1, 16, 8192, 8192),
+    (1, 64, 8192, 8192),
+    (1, 128, 8192, 8192),
+    (1, 256, 8192, 8192),
+    (1, 4095, 4097, 4100),
+    (1, 1000, 3000, 500),
+    (64, 512, 512, 512),
+)
+LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
+BLOCK_SECONDS = 0.25
+PAUSE_SECONDS = 0.01
+GRAPH_SECONDS = 2e-3  # about what a graph holds, so that gaps between replays don't count
+Operands = tuple[Any, Any, Any]
+
+
+@dataclass
+class Contender:
+    """A graph of `launches` products, replayed as a whole."""
+
+    name: str
+    graph: Any
+    launches: int
+    burst: list[float]
+    sustained: list[float]
+    clocks: list[int]
+
+    def replay_seconds(self) -> float:
+        """Seconds a launch of one replay."""
+        begin, end = _events()
+        begin.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / self.launches
+
+    def block(self, seconds: float, clock: Callable[[], int]) -> None:
+        """One sustained block; the clock is read in its second half."""
+        estimate = statistics.median(self.burst)
+        count = max(2, round(seconds / (estimate * self.launches)))
+        begin, end = _events()
+        begin.record()
+        for _ in range(count):
+            self.graph.replay()
+        end.record()
+        time.sleep(0.7 * seconds)
+        self.clocks.append(clock())
+        end.synchronize()
+        self.sustained.append(float(begin.elapsed_time(end)) / 1e3 / self.launches / count)
+
+
+def _events() -> tuple[Any, Any]:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def contender(
+    name: str, launch: Callable[[Operands], None], sets: Sequence[Operands], estimate: float
+) -> Contender:
+    """Capture launches over all sets, as many rounds as make a graph long enough."""
+    import torch
+
+    rounds = max(1, math.ceil(GRAPH_SECONDS / (estimate * len(sets))))
+    launch(sets[0])  # loads the code
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for each in sets:
+                launch(each)
+    made = Contender(name, graph, rounds * len(sets), [], [], [])
+    made.replay_seconds()
+    return made
+
+
+class Clock:
+    """SM clock in MHz, 0 where NVML's bindings aren't installed."""
+
+    def __init__(self) -> None:
+        self._read: Callable[[], int] = lambda: 0
+        try:
+            import pynvml
+        except ImportError:
+            return
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._read = lambda: int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+
+    def __call__(self) -> int:
+        """Now."""
+        return self._read()
+
+
+class Ours:
+    """Launches own variants on sets of operands, packing A and B where their rows aren't TMA's."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.libraries = device, Libraries(device.arch)
+
+    def launcher(self, variant: Step9, problem: Problem) -> Callable[[Operands], None]:
+        """Function of a set; `problem` is as packed."""
+        function = self.libraries.load(variant.function(problem))
+        raster, code = variant.raster(problem, self.device), code_of(problem)
+
+        def launch(operands: Operands) -> None:
+            a, b, d = operands
+            function(
+                _fitting(a), _fitting(b), d.data_ptr(), *d.stride(), 0, 0, 0, 0, 0, 1.0, 0.0, code,
+                problem.batch, self.device.sms, raster,
+            )  # fmt: skip
+
+        return launch
+
+
+def _fitting(x: Any) -> Any:
+    """`x` as TMA takes it: its view with regular strides, or a copy whose rows start at 16 bytes."""
+    import torch
+
+    layers, rows, columns = x.shape
+    by_column = x.stride(2) != 1 and x.stride(1) == 1
+    strides = Strides(*x.stride()).normal(layers, rows, columns, column_major=by_column)
+    if (strides.column if by_column else strides.row) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x.as_strided(x.shape, (strides.batch, strides.row, strides.column))
+    lines, length = (columns, rows) if by_column else (rows, columns)
+    room = torch.empty((layers, lines, -(-length // 8) * 8), dtype=x.dtype, device=x.device)
+    copy = room[..., :length].transpose(1, 2) if by_column else room[..., :length]
+    return _fitting(copy.copy_(x))
+
+
+def packed(problem: Problem) -> Problem:
+    """The problem that a kernel sees once A and B are packed."""
+    lda, ldb, _, _ = problem.leading
+    return replace(problem, lda=-(-lda // 8) * 8, ldb=-(-ldb // 8) * 8)
+
+
+def operand_sets(problem: Problem, l2_bytes: int) -> list[Operands]:
+    """Normal inputs and room for D, in as many sets as exceed twice the L2."""
+    import torch
+
+    kind = torch_type(problem.dtype)
+    size = problem.bytes_read + problem.bytes_written
+    count = max(2, min(16, math.ceil(2 * l2_bytes / size) + 1))
+
+    def matrix(rows: int, columns: int, transposed: bool) -> Any:
+        shape = (problem.batch, *((columns, rows) if transposed else (rows, columns)))
+        stored = torch.empty(shape, device="cuda", dtype=kind).normal_()
+        return stored.transpose(1, 2) if transposed else stored
+
+    return [
+        (
+            matrix(problem.m, problem.k, problem.trans_a),
+            matrix(problem.k, problem.n, problem.trans_b),
+            torch.empty((problem.batch, problem.m, problem.n), device="cuda", dtype=kind),
+        )
+        for _ in range(count)
+    ]
+
+
+def torch_type(dtype: DType) -> Any:
+    """torch's dtype of that name."""
+    import torch
+
+    return {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}[dtype]
+
+
+def checked(launch: Callable[[Operands], None], operands: Operands) -> float:
+    """Relative error of D; raises where an element is beyond the API's bound, or wasn't written."""
+    import torch
+
+    a, b, d = operands
+    d.fill_(math.nan)
+    launch(operands)
+    torch.cuda.synchronize()
+    wrong, gap, norm = 0, 0.0, 0.0
+    info = torch.finfo(d.dtype)
+    for layer in range(d.shape[0]):
+        left, right = a[layer].double(), b[layer].double()
+        reference = left @ right
+        bound = left.abs() @ right.abs()
+        bound *= 2.0**-22 * (a.shape[2] / 16 + 4)
+        ulp = torch.exp2(torch.frexp(reference.abs().clamp(min=info.smallest_normal))[1] - 1.0) * info.eps
+        bound += ulp / 2
+        error = (d[layer].double() - reference).abs_()
+        wrong += int((~(error <= bound)).sum())
+        gap, norm = gap + float(error.square().sum()), norm + float(reference.square().sum())
+    if wrong:
+        raise AssertionError(f"{wrong} of {d.numel()} elements are wrong")
+    return math.sqrt(gap / norm)
+
+
+def reference(batch: int, library: str) -> Callable[[Operands], None]:
+    """torch's product by that library, without reduced-precision reductions."""
+    import torch
+
+    def launch(operands: Operands) -> None:
+        a, b, d = operands
+        torch.backends.cuda.preferred_blas_library(LIBRARIES[library])
+        if batch == 1:
+            torch.mm(a[0], b[0], out=d[0])
+        else:
+            torch.bmm(a, b, out=d)
+
+    return launch
+
+
+def problem_of(shape: tuple[int, int, int, int], dtype: DType, layout: str) -> Problem:
+    """The suite's problem: 16-bit output, no epilogue, bits free to depend on M."""
+    batch, m, n, k = shape
+    return Problem(
+        m, n, k, batch, dtype=dtype, out_dtype=dtype, trans_a=layout[0] == "t", trans_b=layout[1] == "t",
+        batch_invariant=False,
+    )  # fmt: skip
+
+
+def measure(
+    problem: Problem, ours: Ours, clock: Clock, rounds: int, everything: bool
+) -> list[dict[str, Any]]:
+    """Rows of one problem."""
+    import torch
+
+    device = ours.device
+    family = {each.name: each for each in variants()}
+    fits = packed(problem)
+    choice = choose(fits, device, variants=tuple(family.values()))
+    invariant = choose(replace(fits, batch_invariant=True), device, variants=tuple(family.values()))
+    sets = operand_sets(problem, device.l2_bytes)
+    estimate = choice.seconds
+    launchers = {choice.variant: ours.launcher(family[choice.variant], fits)}
+    launchers.setdefault(invariant.variant, ours.launcher(family[invariant.variant], fits))
+    errors = {name: checked(launch, sets[0]) for name, launch in launchers.items()}
+    launchers |= {name: reference(problem.batch, name) for name in LIBRARIES}
+    runners = [contender(name, launch, sets, estimate) for name, launch in launchers.items()]
+    for _ in range(rounds):
+        time.sleep(PAUSE_SECONDS)
+        for runner in runners:
+            runner.burst.append(runner.replay_seconds())
+    for turn in (runners, runners[::-1]):
+        for runner in turn:
+            runner.block(BLOCK_SECONDS, clock)
+    found = {runner.name: runner for runner in runners}
+    rows = []
+    for picked, invariance in ((choice, False), (invariant, True)):
+        for timing in ("burst", "sustained"):
+            mine = found[picked.variant]
+            best = min(
+                (found[name] for name in LIBRARIES), key=lambda r: statistics.median(getattr(r, timing))
+            )
+            times, theirs = getattr(mine, timing), getattr(best, timing)
+            rows.append(
+                {
+                    "problem": _described(problem),
+                    "batch_invariant": invariance,
+                    "variant": picked.variant,
+                    "reason": picked.reason.value,
+                    "seconds": spread(times),
+                    "estimated_seconds": picked.seconds,
+                    "reference": best.name,
+                    "reference_seconds": spread(theirs),
+                    "references": {name: spread(getattr(found[name], timing)) for name in LIBRARIES},
+                    "timing": timing,
+                    "sm_clock_mhz": mine.clocks,
+                    "reference_sm_clock_mhz": best.clocks,
+                    "ratio": statistics.median(theirs) / statistics.median(times),
+                    "tflops": problem.flops / statistics.median(times) / 1e12,
+                    "bytes_per_second": (problem.bytes_read + problem.bytes_written)
+                    / statistics.median(times),
+                    "error": errors[picked.variant],
+                }
+            )
+    if everything:
+        rows += _alternatives(
+            fits, problem, ours, clock, sets, found, statistics.median(found[choice.variant].sustained)
+        )
+    del runners, found
+    torch.cuda.empty_cache()
+    return rows
+
+
+def _alternatives(
+    fits: Problem,
+    problem: Problem,
+    ours: Ours,
+    clock: Clock,
+    sets: Sequence[Operands],
+    found: dict[str, Any],
+    chosen: float,
+) -> list[dict[str, Any]]:
+    """Short blocks of every own variant that takes the problem, each beside the chosen one."""
+    rows = []
+    for variant in variants():
+        if variant.unsupported(fits, ours.device) or variant.seconds(fits, ours.device) > 3 * chosen:
+            continue
+        launch = ours.launcher(variant, fits)
+        error = checked(launch, sets[0])
+        runner = contender(variant.name, launch, sets, chosen)
+        runner.burst += [runner.replay_seconds() for _ in range(3)]
+        for _ in range(2):
+            runner.block(BLOCK_SECONDS / 4, clock)
+        rows.append(
+            {
+                "problem": _described(problem),
+                "variant": variant.name,
+                "reason": "asked",
+                "seconds": spread(runner.sustained),
+                "estimated_seconds": variant.seconds(fits, ours.device),
+                "timing": "short",
+                "sm_clock_mhz": runner.clocks,
+                "error": error,
+            }
+        )
+    return rows
+
+
+def _described(problem: Problem) -> dict[str, Any]:
+    layout = ("t" if problem.trans_a else "n") + ("t" if problem.trans_b else "n")
+    return {
+        "m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch, "dtype": problem.dtype.value,
+        "out_dtype": problem.out_dtype.value, "layout": layout,
+    }  # fmt: skip
+
+
+def reduction_bandwidth() -> float:
+    """Bytes a second of a sum over 2 GiB: the ceiling of what only reads."""
+    import torch
+
+    data = torch.empty(1 << 29, device="cuda", dtype=torch.float32).normal_()
+    times = []
+    for _ in range(10):
+        begin, end = _events()
+        begin.record()
+        data.sum()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1e3)
+    return data.numel() * 4 / min(times)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text, and the geometric means."""
+    lines = [
+        f"{'shape':<24}{'variant':<30}{'µs':>9}{'TFLOP/s':>9}{'TB/s':>6}{'MHz':>6}{'burst':>7}{'sustained':>10}"
+    ]
+    first = [r for r in rows if not r["batch_invariant"]]
+    pairs = zip(
+        (r for r in first if r["timing"] == "burst"),
+        (r for r in first if r["timing"] == "sustained"),
+        strict=True,
+    )
+    for burst, r in pairs:
+        p = r["problem"]
+        shape = "×".join(str(p[key]) for key in ("m", "n", "k"))
+        shape = f"{p['batch']}×" * (p["batch"] > 1) + shape
+        lines.append(
+            f"{shape:<24}{r['variant']:<30}{r['seconds']['median'] * 1e6:>9.1f}{r['tflops']:>9.0f}"
+            f"{r['bytes_per_second'] / 1e12:>6.2f}{max(r['sm_clock_mhz'], default=0):>6}"
+            f"{burst['ratio']:>7.3f}{r['ratio']:>10.3f}"
+        )
+    for timing in ("burst", "sustained"):
+        for invariance in (False, True):
+            ratios = [
+                r["ratio"] for r in rows if r["timing"] == timing and r["batch_invariant"] == invariance
+            ]
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            lines.append(
+                f"geometric mean, {timing}, batch_invariant={invariance}: {mean:.4f}, least {min(ratios):.3f}"
+            )
+    return "\n".join(lines)
+
+
+def selector_table(rows: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]) -> str:
+    """How far the selector's choice is from the best own variant, by short blocks."""
+    lines, losses = [], []
+    for pick in chosen:
+        same = {r["variant"]: r["seconds"]["median"] for r in rows if r["problem"] == pick["problem"]}
+        best = min(same, key=same.__getitem__)
+        losses.append(same[pick["variant"]] / same[best])
+        order = sorted(same, key=same.__getitem__)[:5]
+        p = pick["problem"]
+        lines.append(
+            f"{p['batch']}×{p['m']}×{p['n']}×{p['k']}: {pick['variant']} ({losses[-1]:.3f} × the best); "
+            + ", ".join(f"{name.removeprefix('step9-')} {same[name] * 1e6:.1f}" for name in order)
+        )
+    lines.append(f"chosen over best, geometric mean: {math.exp(statistics.fmean(map(math.log, losses))):.4f}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where a result was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description="Time the shape suite.")
+    parser.add_argument("--dtype", default="fp16", choices=["fp16", "bf16"])
+    parser.add_argument(
+        "--layout", default="nn", choices=["nn", "nt", "tn", "tt"], help="t: stored transposed"
+    )
+    parser.add_argument("--only", default="", help="shapes whose MxNxK holds this text")
+    parser.add_argument("--rounds", type=int, default=15, help="bursts of each contender")
+    parser.add_argument("--all", action="store_true", help="time every own variant too")
+    parser.add_argument("--machine", help="folder of the results (default: from the device's name)")
+    parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
+    options = parser.parse_args(argv)
+
+    import torch
+
+    for flag in (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_tf32",
+    ):
+        setattr(torch.backends.cuda.matmul, flag, False)
+    torch.zeros(1, device="cuda")
+    device = describe_cuda()
+    ours, clock = Ours(device), Clock()
+    bandwidth = reduction_bandwidth()
+    print(f"{device.name}: a reduction reads {bandwidth / 1e12:.2f} TB/s", flush=True)
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    for shape in SHAPES:
+        if options.only not in "x".join(map(str, shape)):
+            continue
+        problem = problem_of(shape, DType(options.dtype), options.layout)
+        try:
+            rows += measure(problem, ours, clock, options.rounds, options.all)
+        except AssertionError as wrong:
+            failed += 1
+            print(f"{shape}: {wrong}", file=sys.stderr, flush=True)
+    timed = [r for r in rows if r["timing"] != "short"]
+    print(table(timed))
+    machine = options.machine or device.name.removeprefix("NVIDIA ").split()[0].lower()
+    details = {
+        "device": device.name, "driver": device.driver, "sms": device.sms, "arch": device.arch,
+        "cuda": torch.version.cuda, "reduction_bytes_per_second": bandwidth,
+        "build": ours.libraries.manifest.build_hash,
+    }  # fmt: skip
+    suffix = ("" if options.dtype == "fp16" else f"-{options.dtype}") + (
+        "" if options.layout == "nn" else f"-{options.layout}"
+    )
+    packages = ["torch", "apache-tvm-ffi", "nvidia-cublas"]
+    print(write(machine, f"suite{suffix}", timed, details=details, packages=packages, folder=options.out))
+    if options.all:
+        short = [r for r in rows if r["timing"] == "short"]
+        chosen = [r for r in timed if r["timing"] == "sustained" and not r["batch_invariant"]]
+        print(selector_table(short, chosen))
+        print(
+            write(machine, f"selector{suffix}", short, details=details, packages=packages, folder=options.out)
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,432 @@
+"""From accumulators to D: receives a consumer's registers, hands on elements in global memory.
+
+Two ways out, one rounding in either:
+  put_half, put_fp32   alpha only: registers → tile of 8,192 B in TMA's 128-byte swizzle (stmatrix for 16
+                       bits), which the kernel stores by TMA, two in flight a consumer; TMA clips the edges
+  put_rows, store_any  all of it, any type and stride of D: registers → 64×64 tile of fp32 → a loop in which
+                       consecutive threads take consecutive elements of D
+Thread t of a consumer holds rows 16·(t/32) + (t%32)/4 + {0, 8} and columns 2·(t%4) + {0, 1} of a 64×8 block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from kernels.call import BIAS_ALONG_M
+
+__all__ = [
+    "EVICT_FIRST",
+    "Terms",
+    "consumer_barrier",
+    "is_simple",
+    "put_fp32",
+    "put_half",
+    "put_rows",
+    "store_any",
+]
+
+EVICT_FIRST = 0x12F0_0000_0000_0000  # L2 policy: D is not read again here, A and B are
+HEIGHT = 64  # rows of a staged tile
+TILE_BYTES = 8_192  # of a tile that TMA stores
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What follows the product, as run-time values. Strides are along the kernel's p and q, in elements."""
+
+    d: Int64
+    d_batch: Int64
+    d_p: Int64
+    d_q: Int64
+    c: Int64
+    c_batch: Int64
+    c_p: Int64
+    c_q: Int64
+    bias: Int64
+    alpha: Float32
+    beta: Float32
+    code: Int32
+    p: Int32
+    q: Int32
+
+    def values(self) -> list[Any]:
+        """All of them in order."""
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return [value.ir_value() for value in self.values()]
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Terms:
+        return Terms(*(type(old)(new) for old, new in zip(self.values(), values, strict=True)))
+
+
+def consumer_barrier(consumer: Int32) -> None:
+    """Synchronize the 128 threads of one consumer: named barrier 10 + consumer."""
+    cute.arch.barrier(barrier_id=10 + consumer, number_of_threads=128)
+
+
+@dsl_user_op
+def _pack(high: Float32, low: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two fp32 as two 16-bit values in one register, rounded to nearest even."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [high.ir_value(loc=loc, ip=ip), low.ir_value(loc=loc, ip=ip)],
+            f"cvt.rn.{name}.f32 $0, $1, $2;",
+            "=r,f,f",
+            has_side_effects=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def _stmatrix(address: Int32, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """Store four 8×8 matrices of 16 bits; lane i gives the address of row i%8 of matrix i/8."""
+    llvm.inline_asm(
+        None,
+        [address.ir_value(loc=loc, ip=ip), *(w.ir_value(loc=loc, ip=ip) for w in words)],
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+        "r,r,r,r,r,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _store_pair(address: Int32, a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    llvm.inline_asm(
+        None,
+        [address.ir_value(loc=loc, ip=ip), a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip)],
+        "st.shared.v2.f32 [$0], {$1, $2};",
+        "r,f,f,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _store_one(address: Int32, a: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    llvm.inline_asm(
+        None,
+        [address.ir_value(loc=loc, ip=ip), a.ir_value(loc=loc, ip=ip)],
+        "st.shared.f32 [$0], $1;",
+        "r,f,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _peer_address(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The same shared-memory address in block `rank` of the cluster."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [address.ir_value(loc=loc, ip=ip), rank.ir_value(loc=loc, ip=ip)],
+            "mapa.shared::cluster.u32 $0, $1, $2;",
+            "=r,r,r",
+            has_side_effects=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def _load(address: Int32, count: int, space: str, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """One fp32 or four from shared memory; `space` "shared" or "shared::cluster"."""
+    vector, places = ("", "$0") if count == 1 else (".v4", "{$0, $1, $2, $3}")
+    result = llvm.inline_asm(
+        T.f32() if count == 1 else llvm.StructType.get_literal([T.f32()] * count),
+        [address.ir_value(loc=loc, ip=ip)],
+        f"ld.{space}{vector}.f32 {places}, [${count}];",
+        ",".join(["=f"] * count) + ",r,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    if count == 1:
+        return [Float32(result)]
+    return [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+@dsl_user_op
+def _store_words(address: Int64, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
+    """Two or four 32-bit words to global memory at once."""
+    places = ", ".join(f"${i + 1}" for i in range(len(words)))
+    kind, letter = ("f32", "f") if isinstance(words[0], Float32) else ("b32", "r")
+    llvm.inline_asm(
+        None,
+        [address.ir_value(loc=loc, ip=ip), *(w.ir_value(loc=loc, ip=ip) for w in words)],
+        f"st.global.v{len(words)}.{kind} [$0], {{{places}}};",
+        ",".join(["l", *[letter] * len(words)]) + ",~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def put_half(
+    tile: Int32, acc: cute.Tensor, row: int, first: int, thread: Int32, alpha: Float32, dtype: Any
+) -> None:
+    """64 columns from `first` (in blocks of 8) of accumulator rows `row`, as a 64×64 tile of 16 bits.
+
+    Row r of the tile is 128 bytes; its 16-byte piece j lies at piece j ^ (r % 8): TMA's 128-byte swizzle.
+    """
+    lane, warp = thread % 32, thread // 32
+    r = 16 * warp + lane % 16  # matrices 0, 2: rows 0-7; 1, 3: rows 8-15
+    line = tile + r * 128
+    for pair in range(4):  # 16 columns: pieces 2·pair and 2·pair + 1
+        piece = (2 * pair + lane // 16) ^ (lane % 8)
+        j = first + 2 * pair
+        words = [
+            _pack(acc[(1, half, j + side), row, 0] * alpha, acc[(0, half, j + side), row, 0] * alpha, dtype)
+            for side in range(2)
+            for half in range(2)
+        ]
+        _stmatrix(line + piece * 16, words)
+
+
+def put_fp32(tile: Int32, acc: cute.Tensor, row: int, first: int, thread: Int32, alpha: Float32) -> None:
+    """32 columns from `first` (in blocks of 8) as a 64×32 tile of fp32, swizzled as above."""
+    lane, warp = thread % 32, thread // 32
+    for half in range(2):
+        r = 16 * warp + lane // 4 + 8 * half
+        line = tile + r * 128 + (lane % 2) * 8
+        for block in range(4):
+            piece = (2 * block + lane % 4 // 2) ^ (r % 8)
+            j = first + block
+            _store_pair(
+                line + piece * 16, acc[(0, half, j), row, 0] * alpha, acc[(1, half, j), row, 0] * alpha
+            )
+
+
+@cute.jit
+def put_rows(
+    tile: Int32,
+    acc: cute.Tensor,
+    row: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+    blocks: cutlass.Constexpr,
+    swap: cutlass.Constexpr,
+    thread: Int32,
+) -> None:
+    """64×8·blocks elements as fp32, in lines of 256 bytes along the contiguous dimension of D.
+
+    A line is a row of p, or with `swap` a column (q). Pieces of 16 bytes are permuted so that neither these
+    stores nor the loads of lines meet in a bank: see `_place`.
+    """
+    lane, warp = thread % 32, thread // 32
+    for half in cutlass.range_constexpr(2):
+        p = 16 * warp + lane // 4 + 8 * half
+        for block in cutlass.range_constexpr(blocks):
+            q = 8 * block + 2 * (lane % 4)
+            left, right = acc[(0, half, first + block), row, 0], acc[(1, half, first + block), row, 0]
+            if cutlass.const_expr(swap):
+                _store_one(_place(tile, q, p, True), left)
+                _store_one(_place(tile, q + 1, p, True), right)
+            else:
+                _store_pair(_place(tile, p, q, False), left, right)
+
+
+def _place(tile: Int32, line: Int32, column: Int32, swap: bool) -> Int32:
+    """Address of an element of a staged tile of fp32."""
+    turn = 2 * (line // 2 % 4) if swap else 2 * (line % 8)
+    return tile + line * 256 + ((column // 4) ^ turn) * 16 + column % 4 * 4
+
+
+@cute.jit
+def store_any(
+    tile: Int32,
+    p0: Int32,
+    q0: Int32,
+    layer: Int32,
+    columns: cutlass.Constexpr,
+    swap: cutlass.Constexpr,
+    parts: cutlass.Constexpr,
+    stride: cutlass.Constexpr,
+    peer: Int32,
+    thread: Int32,
+    terms: Terms,
+) -> None:
+    """A staged 64×`columns` tile of fp32, whose corner is (p0, q0), through the epilogue into D.
+
+    With parts > 1 the tile is the sum of those at the same address in the blocks `peer`, `peer + stride` … of
+    the cluster, always in this order, so its bits don't depend on which block came first. Elements go four at
+    a time where the tile lies inside D and D allows it, else one by one, neighbours by neighbouring threads.
+    """
+    if is_simple(terms):
+        _store_lines(tile, p0, q0, layer, columns, swap, parts, stride, peer, thread, terms, False)
+    else:
+        _store_lines(tile, p0, q0, layer, columns, swap, parts, stride, peer, thread, terms, True)
+
+
+@cute.jit
+def _store_lines(
+    tile: Int32,
+    p0: Int32,
+    q0: Int32,
+    layer: Int32,
+    columns: cutlass.Constexpr,
+    swap: cutlass.Constexpr,
+    parts: cutlass.Constexpr,
+    stride: cutlass.Constexpr,
+    peer: Int32,
+    thread: Int32,
+    terms: Terms,
+    rich: cutlass.Constexpr,
+) -> None:
+    """As `store_any`; without `rich` only alpha follows, and several loads are in flight."""
+    lines, width = (columns, 64) if swap else (64, columns)
+    line0, column0 = (q0, p0) if swap else (p0, q0)
+    lines_d, width_d = (terms.q, terms.p) if swap else (terms.p, terms.q)
+    d_line, d_column = (terms.d_q, terms.d_p) if swap else (terms.d_p, terms.d_q)
+    kind = terms.code >> 7
+    size = Int64(2)
+    if kind == 3:
+        size = Int64(4)
+    corner = (
+        terms.d + (Int64(layer) * terms.d_batch + Int64(line0) * d_line + Int64(column0) * d_column) * size
+    )
+    inside = (line0 + lines <= lines_d) & (column0 + width <= width_d)
+    aligned = ((corner | (d_line * size)) % (4 * size) == 0) & (d_column == 1)
+    if inside & aligned:
+        count = lines * width // 512
+        depth = 1 if rich else min(4, count)
+        for step in cutlass.range(count // depth, unroll=1):
+            places = [_spot((step * depth + i) * 128 + thread, width // 4) for i in range(depth)]
+            vectors = [_sum(_place(tile, line, 4 * v, swap), 4, parts, stride, peer) for line, v in places]
+            for (line, v), values in zip(places, vectors, strict=True):
+                scaled = [value * terms.alpha for value in values]
+                if cutlass.const_expr(rich):
+                    scaled = [
+                        _finish(value, line0 + line, column0 + 4 * v + i, layer, swap, terms)
+                        for i, value in enumerate(scaled)
+                    ]
+                _write_four(corner + (Int64(line) * d_line + 4 * v) * size, scaled, kind)
+    else:
+        count = lines * width // 128
+        depth = 1 if rich else min(8, count)
+        for step in cutlass.range(count // depth, unroll=1):
+            places = [_spot((step * depth + i) * 128 + thread, width) for i in range(depth)]
+            singles = [
+                _sum(_place(tile, line, column, swap), 1, parts, stride, peer) for line, column in places
+            ]
+            for (line, column), (value,) in zip(places, singles, strict=True):
+                if (line0 + line < lines_d) & (column0 + column < width_d):
+                    scaled = value * terms.alpha
+                    if cutlass.const_expr(rich):
+                        scaled = _finish(scaled, line0 + line, column0 + column, layer, swap, terms)
+                    _write(corner + (Int64(line) * d_line + Int64(column) * d_column) * size, scaled, kind)
+
+
+def _spot(index: Int32, width: int) -> tuple[Int32, Int32]:
+    return index // width, index % width
+
+
+def _sum(address: Int32, count: int, parts: int, stride: int, peer: Int32) -> list[Float32]:
+    """Element or four at an address; the sum over the blocks of the cluster where K is divided."""
+    if parts == 1:
+        return _load(address, count, "shared")
+    loads = [
+        _load(_peer_address(address, peer + part * stride), count, "shared::cluster") for part in range(parts)
+    ]
+    total = loads[0]
+    for load in loads[1:]:
+        total = [a + b for a, b in zip(total, load, strict=True)]
+    return total
+
+
+@cute.jit
+def _finish(
+    value: Float32, line: Int32, column: Int32, layer: Int32, swap: cutlass.Constexpr, terms: Terms
+) -> Float32:
+    """act(value + beta · C + bias)."""
+    p, q = (column, line) if swap else (line, column)
+    c_type = (terms.code >> 2) & 3
+    if c_type != 0:
+        offset = Int64(layer) * terms.c_batch + Int64(p) * terms.c_p + Int64(q) * terms.c_q
+        value = value + terms.beta * _read(terms.c, offset, c_type)
+    bias_type = (terms.code >> 4) & 3
+    if bias_type != 0:
+        along_p = ((terms.code & BIAS_ALONG_M) != 0) != swap
+        where = q
+        if along_p:
+            where = p
+        value = value + _read(terms.bias, Int64(where), bias_type)
+    activation = terms.code & 3
+    if (activation == 1) & (value < 0.0):
+        value = Float32(0.0)
+    if activation == 2:
+        value = value * 0.5 * (1.0 + cute.math.erf(value * 0.7071067811865476))
+    if activation == 3:
+        value = value / (1.0 + cute.math.exp(-value))
+    return value
+
+
+def _element(dtype: Any, base: Int64, offset: Int64) -> cute.Tensor:
+    pointer = cute.make_ptr(dtype, base + offset * (dtype.width // 8), cute.AddressSpace.gmem)
+    return cute.make_tensor(pointer, cute.make_layout(1))
+
+
+@cute.jit
+def _read(base: Int64, offset: Int64, kind: Int32) -> Float32:
+    """Element at `offset` of the type `kind`: 1 fp16, 2 bf16, 3 fp32."""
+    value = Float32(0.0)
+    if kind == 1:
+        value = _element(Float16, base, offset)[0].to(Float32)
+    elif kind == 2:
+        value = _element(BFloat16, base, offset)[0].to(Float32)
+    else:
+        value = _element(Float32, base, offset)[0]
+    return value
+
+
+@cute.jit
+def _write(address: Int64, value: Float32, kind: Int32) -> None:
+    """One element of the type `kind`."""
+    if kind == 3:
+        _element(Float32, address, Int64(0))[0] = value
+    else:
+        _element(cutlass.Int16, address, Int64(0))[0] = _halves(value, value, kind).to(cutlass.Int16)
+
+
+@cute.jit
+def _write_four(address: Int64, values: list[Float32], kind: Int32) -> None:
+    if kind == 3:
+        _store_words(address, values)
+    else:
+        _store_words(address, [_halves(values[0], values[1], kind), _halves(values[2], values[3], kind)])
+
+
+@cute.jit
+def _halves(low: Float32, high: Float32, kind: Int32) -> Int32:
+    """Two fp32 rounded to fp16 (kind 1) or bf16 (kind 2) in one register."""
+    word = _pack(high, low, Float16)
+    if kind == 2:
+        word = _pack(high, low, BFloat16)
+    return word
+
+
+def is_simple(terms: Terms) -> Boolean:
+    """Nothing but alpha follows the product."""
+    return (terms.code & 0x7F) == 0

@@ -1,0 +1,122 @@
+"""The Step 9 family of sm_90a as the selector sees it: reach, names, estimates; no GPU, no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kernels.device import B200, H200
+from kernels.hopper.variants import FAMILY, SMEM_BYTES, Step9, Tiling, variants
+from kernels.problem import DType, Epilogue, Problem
+from kernels.selector import choose
+
+BASE = FAMILY[0]
+
+
+def test_a_family_stays_under_two_hundred_functions_with_names_of_their_own() -> None:
+    names = [name for variant in variants() for name, *_ in variant.functions()]
+    assert len(names) == len(set(names)) < 200
+
+
+def test_each_fits_shared_memory_with_at_least_three_stages() -> None:
+    for variant in FAMILY:
+        t = variant.tiling
+        assert t.stages >= 3
+        assert t.stages * t.stage_bytes + t.staging_bytes + 16 * t.stages < SMEM_BYTES
+        if t.split > 1:  # the parts are parked in the ring's place
+            assert t.p * t.q * 4 <= t.stages * t.stage_bytes
+
+
+def test_the_base_is_the_design() -> None:
+    t = BASE.tiling
+    assert (t.name, t.threads, t.cluster, t.stages, t.stage_bytes) == ("128x256-2x1", 384, 2, 4, 49_152)
+
+
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        (Problem(8, 8, 8, dtype=DType.FP32, out_dtype=DType.FP32), "inputs are fp16 or bf16"),
+        (Problem(8, 8, 8, out_dtype=DType.FP64), "doesn't write fp64"),
+        (Problem(8, 8, 0), "nothing to multiply"),
+        (Problem(0, 8, 8), "nothing to multiply"),
+        (Problem(8, 8, 12), "multiples of 16 bytes"),
+        (Problem(8, 12, 8), "multiples of 16 bytes"),
+        (Problem(2**31 - 1, 8, 8, trans_a=False), "32-bit"),
+    ],
+)
+def test_what_no_variant_takes(given: Problem, because: str) -> None:
+    for variant in FAMILY:
+        told = variant.unsupported(given, H200)
+        assert told is not None
+        assert because in told
+
+
+def test_it_is_for_hopper_only() -> None:
+    assert BASE.unsupported(Problem(8, 8, 8), H200) is None
+    assert "sm_100a" in str(BASE.unsupported(Problem(8, 8, 8), B200))
+
+
+def test_rows_that_end_within_16_bytes_are_not_stored_by_tma() -> None:
+    assert BASE.function(Problem(64, 64, 64)) == "step9_128x256_2x1_fp16_fp16_nn"
+    ragged = Problem(64, 63, 64, ldb=64, ldd=64)
+    assert BASE.function(ragged) == "step9_128x256_2x1_fp16_plain_nn"
+    assert BASE.function(replace(ragged, n=64, ldd=65)) == "step9_128x256_2x1_fp16_plain_nn"
+    assert BASE.function(Problem(64, 64, 64, aligned=8)) == "step9_128x256_2x1_fp16_plain_nn"
+    other = next(v for v in FAMILY if not v.plain)
+    assert "no function that writes fp16" in str(other.unsupported(ragged, H200))
+
+
+def test_output_types_and_layouts_name_their_functions() -> None:
+    bf16 = Problem(64, 64, 64, dtype=DType.BF16, out_dtype=DType.BF16, trans_a=True)
+    assert BASE.function(bf16) == "step9_128x256_2x1_bf16_bf16_tn"
+    assert (
+        BASE.function(replace(bf16, out_dtype=DType.FP32, trans_b=True)) == "step9_128x256_2x1_bf16_fp32_tt"
+    )
+    assert BASE.function(replace(bf16, out_dtype=DType.FP16)) == "step9_128x256_2x1_bf16_plain_tn"
+
+
+def test_every_supported_problem_has_a_listed_function() -> None:
+    listed = {name for variant in FAMILY for name, *_ in variant.functions()}
+    for variant in FAMILY:
+        for out in (DType.FP16, DType.BF16, DType.FP32):
+            for n in (8, 64, 100):
+                problem = Problem(16, n, 64, out_dtype=out, ldb=104)
+                if variant.unsupported(problem, H200) is None:
+                    assert variant.function(problem) in listed
+
+
+def test_every_16_bit_problem_is_taken_by_some_variant() -> None:
+    for n in (1, 8, 63, 4096):
+        for out in (DType.FP16, DType.BF16, DType.FP32):
+            tail = Epilogue(alpha=0.5, beta=1.0, c=True)
+            problem = Problem(5, n, 40, 3, out_dtype=out, ldb=-(-n // 8) * 8, epilogue=tail)
+            assert any(v.unsupported(problem, H200) is None for v in FAMILY)
+
+
+def test_estimates_are_sane() -> None:
+    large = Problem(8192, 8192, 8192, batch_invariant=False)
+    for variant in FAMILY:
+        seconds = variant.seconds(large, H200)
+        assert large.flops / seconds < 989e12
+        assert variant.seconds(replace(large, k=16384), H200) > 1.3 * seconds
+    assert choose(large, H200, variants=FAMILY).variant == "step9-128x256-2x1"
+    narrow = choose(Problem(1, 8192, 8192, batch_invariant=False), H200, variants=FAMILY)
+    assert narrow.variant == "step9-64x16-swap"
+    assert narrow.seconds > (8192 * 8192 * 2) / 4.8e12
+
+
+@pytest.mark.parametrize("bad", [{"p": 96, "q": 64}, {"p": 128, "q": 100}, {"p": 256, "q": 256}])
+def test_a_tiling_that_no_instruction_computes_is_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"no instruction|does not fit"):
+        Tiling(**bad)
+
+
+def test_split_blocks_take_one_tile_each() -> None:
+    with pytest.raises(ValueError, match="one tile each"):
+        Tiling(128, 128, split=2, pingpong=True)
+
+
+def test_variants_are_values() -> None:
+    assert Step9(Tiling(128, 64)) == Step9(Tiling(128, 64))
+    assert len(set(FAMILY)) == len(FAMILY)
