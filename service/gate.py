@@ -23,6 +23,7 @@ from service import logs
 from service.errors import CODES, ServiceError
 from service.keys import ANONYMOUS, Keys, Principal
 from service.settings import Settings, SettingsError
+from service.traces import Tracer
 from service.transfer import EXTENSION, ClientGone
 
 if TYPE_CHECKING:
@@ -57,12 +58,13 @@ class Gate:
         self._app = app
         self._owner = owner
         self._hosts: frozenset[str] | None = None
+        self._tracer: Tracer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, from its head to its end."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
-                await self._app(scope, receive, _short(send))
+                await self._app(scope, receive, self._lifespan(send))
             else:
                 await send({"type": "websocket.close"})  # there are none here, and so no way around the keys
             return
@@ -91,8 +93,25 @@ class Gate:
         finally:
             if principal is not None:
                 services.keys.leave(principal)
-            self._record(services, scope, reply, time.perf_counter() - started)
+            self._record(services, scope, reply, trace, time.perf_counter() - started)
             logs.unbind(token)
+
+    def _lifespan(self, send: Send) -> Send:
+        """Open and close what lives as long as the app; a failed start is told by its cause, not a traceback."""
+
+        async def sender(message: Message) -> None:
+            error = sys.exception()
+            if message["type"] == "lifespan.startup.complete":
+                endpoint = self._owner.state.services.settings.otel_endpoint
+                self._tracer = Tracer(endpoint) if endpoint is not None else None
+            elif message["type"] == "lifespan.startup.failed":
+                if isinstance(error, SettingsError | ServiceError | OSError):
+                    message = {**message, "message": str(error)}
+            elif self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
+            await send(message)
+
+        return sender
 
     def _admit(self, scope: Scope, headers: _Headers, services: Services) -> Principal:
         """Who sent it; ServiceError where the request may not pass."""
@@ -119,7 +138,9 @@ class Gate:
         keys.enter(principal)
         return principal
 
-    def _record(self, services: Services, scope: Scope, reply: _Reply, seconds: float) -> None:
+    def _record(
+        self, services: Services, scope: Scope, reply: _Reply, trace: logs.Trace, seconds: float
+    ) -> None:
         route = getattr(scope.get("route"), "path", None) or "unmatched"
         code = reply.status if reply.complete and not reply.left else _CLIENT_LEFT
         services.metrics.request(route, code, seconds)
@@ -127,7 +148,12 @@ class Gate:
             services.metrics.reject(reply.refused)
         elif code == _CLIENT_LEFT:
             services.metrics.reject("client_gone")
-        emit = _log.debug if route == "/metrics" or route.startswith("/health") else _log.info
+        stages: dict[str, float] = scope["state"]["stages"]
+        probe = route == "/metrics" or route.startswith("/health")
+        if self._tracer is not None and not probe:
+            attributes = {"http.request.method": scope["method"], "http.route": route}
+            self._tracer.request(trace, seconds, stages, {**attributes, "http.response.status_code": code})
+        emit = _log.debug if probe else _log.info
         emit(
             "request",
             method=scope["method"],
@@ -136,7 +162,7 @@ class Gate:
             seconds=round(seconds, 6),
             sent_bytes=reply.sent_bytes,
             **({"refused": reply.refused} if reply.refused else {}),
-            **{f"{stage}_seconds": round(took, 6) for stage, took in scope["state"]["stages"].items()},
+            **{f"{stage}_seconds": round(took, 6) for stage, took in stages.items()},
         )
 
 
@@ -353,17 +379,3 @@ def check_exposure(settings: Settings, keys: Keys) -> None:
         f"host = {settings.host!r} would let anyone who reaches it use the service: give it keys"
         " (`gemm-service keys add`, then --keys-file), or say --insecure"
     )
-
-
-def _short(send: Send) -> Send:
-    """Tell a failed start in the words of its cause, where those are for people, not in a traceback."""
-
-    async def sender(message: Message) -> None:
-        error = sys.exception()
-        if message["type"] == "lifespan.startup.failed" and isinstance(
-            error, SettingsError | ServiceError | OSError
-        ):
-            message = {**message, "message": str(error)}
-        await send(message)
-
-    return sender

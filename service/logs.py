@@ -41,11 +41,12 @@ def new_id() -> str:
 
 
 class Trace(NamedTuple):
-    """A span of a W3C trace: ids as lower-case hexadecimal."""
+    """A span of a W3C trace: ids as lower-case hexadecimal; `parent_id` is the caller's span, "" for none."""
 
     trace_id: str
     span_id: str
     flags: str = "01"
+    parent_id: str = ""
 
     @property
     def traceparent(self) -> str:
@@ -59,7 +60,7 @@ class Trace(NamedTuple):
         match = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
         if match is None or not _valid(match):
             return cls(f"{_ids.getrandbits(128):032x}", span_id)
-        return cls(match[2], span_id, match[4])
+        return cls(match[2], span_id, match[4], match[3])
 
 
 def _valid(match: re.Match[str]) -> bool:

@@ -86,6 +86,10 @@ def check(settings: Settings) -> None:
     from service.keys import Keys
 
     check_exposure(settings, Keys(settings))
+    if settings.otel_endpoint is not None:
+        from service import traces
+
+        traces.check(settings.otel_endpoint)
 
 
 def bind(settings: Settings) -> socket.socket:
