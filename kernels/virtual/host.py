@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kernels.virtual import tensormap
@@ -27,6 +28,8 @@ from kernels.virtual.translate import translate
 _CLUSTER = 4  # cudaLaunchAttributeClusterDimension
 _SM_COUNT, _SHARED_OPTIN, _MAJOR, _MINOR = 16, 97, 75, 76  # cudaDeviceAttr
 _FAILED = 719  # cudaErrorLaunchFailure
+_SONAME = "-Wl,-soname,libcute_dsl_runtime.so"  # libraries ask for this name
+_CUDA, _BFLOAT = 2, 4  # DLPack's codes
 
 
 class _Attribute(ctypes.Structure):
@@ -164,14 +167,16 @@ def prepare() -> None:
 def build_stub() -> str:
     """Compile the stub library, once for its text; the folder is the user's own."""
     source = Path(__file__).with_name("stub.c")
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(source.read_bytes() + _SONAME.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gemm-service"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     target = folder / f"virtual-gpu-stub-{digest}.so"
     if not target.exists():
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as temporary:
             pass
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", temporary.name, str(source)], check=True)
+        subprocess.run(
+            ["cc", "-O1", "-shared", "-fPIC", _SONAME, "-o", temporary.name, str(source)], check=True
+        )
         os.replace(temporary.name, target)
     return str(target)
 
@@ -256,26 +261,29 @@ def _compare(
 
 
 class _OnDevice:
-    """A CPU tensor that says of itself that it lies on CUDA device 0."""
+    """An array of the host that says of itself that it lies on CUDA device 0."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
+    def __init__(self, array: Any) -> None:
+        self.bf16 = getattr(array, "dtype", None) == ml_dtypes.bfloat16
+        self.array = array.view(np.uint16) if self.bf16 else array
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, 0
+        return _CUDA, 0
 
     def __dlpack__(self, **_: Any) -> Any:
-        capsule = self.tensor.__dlpack__()
+        capsule = self.array.__dlpack__()
         get = ctypes.pythonapi.PyCapsule_GetPointer
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         managed = get(capsule, b"dltensor")
-        # DLTensor: data pointer, then the device's type and number
-        ctypes.c_int32.from_address(managed + 8).value = 2
+        # DLTensor: data (8 bytes), device type and number (4 each), dimensions (4), type code (1)
+        ctypes.c_int32.from_address(managed + 8).value = _CUDA
+        if self.bf16:  # NumPy's own types have none
+            ctypes.c_uint8.from_address(managed + 20).value = _BFLOAT
         return capsule
 
 
-def on_device(tensor: Any) -> Any:
-    """A CPU tensor as compiled functions take it: as one of device 0. It shares the tensor's memory."""
+def on_device(array: Any) -> Any:
+    """A NumPy array or CPU tensor as compiled functions take it: as one of device 0. Memory is shared."""
     import tvm_ffi
 
-    return tvm_ffi.from_dlpack(_OnDevice(tensor))
+    return tvm_ffi.from_dlpack(_OnDevice(array))

@@ -1,0 +1,259 @@
+"""A kernel of this project on the virtual GPU: receives a function's name and a problem, hands on a `Report`.
+
+The function comes from the ahead-of-time libraries, as the service loads it, with the stub in the place of the
+CUDA runtime; the PTX beside each library is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from kernels import device, family, ladder
+from kernels.call import Compiled, code_of
+from kernels.elementwise import NUMPY, Array
+from kernels.libraries import Libraries
+from kernels.problem import BiasDim, DType, Epilogue, Problem
+from kernels.verify import Verdict, check
+from kernels.virtual.host import host, on_device, run
+from kernels.virtual.machine import Options, Schedule
+from kernels.virtual.report import Finding, Report
+
+LADDER_STEPS = range(1, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One function and one problem for it. `variant` is None for Steps 1 to 8."""
+
+    step: int
+    function: str
+    problem: Problem
+    variant: Any = None
+
+    def __str__(self) -> str:
+        p = self.problem
+        layers = f"{p.batch}×" if p.batch > 1 else ""
+        return f"{self.function} {layers}{p.m}×{p.n}×{p.k}"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a case came to."""
+
+    case: Case
+    report: Report
+    verdict: Verdict
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """No finding, and the right numbers."""
+        return self.report.ok and self.verdict.ok
+
+    def text(self) -> str:
+        """What is wrong, or nothing."""
+        lines = [str(f) for f in self.report.faults]
+        if not self.verdict.ok:
+            lines.append(f"wrong result: {self.verdict.detail}")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Operands:
+    """Host arrays of a problem, as stored. `d` starts as NaN."""
+
+    a: Array
+    b: Array
+    d: Array
+    c: Array | None = None
+    bias: Array | None = None
+
+    def buffers(self) -> dict[str, Array]:
+        """Those that are there, by name."""
+        found = {"a": self.a, "b": self.b, "c": self.c, "bias": self.bias, "d": self.d}
+        return {name: array for name, array in found.items() if array is not None}
+
+
+def operands(problem: Problem, *, seed: int = 7, whole: bool = False) -> Operands:
+    """Normal draws, or small whole numbers (whose products are exact). Buffers start at 128 bytes."""
+    random = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> Array:
+        values = random.integers(-2, 3, shape) if whole else random.standard_normal(shape)
+        out = aligned(shape, NUMPY[problem.dtype])
+        out[...] = values.astype(np.float32).astype(out.dtype)
+        return out
+
+    p, tail = problem, problem.epilogue
+    lead = (p.batch,) if p.batch > 1 else ()
+    d = aligned((*lead, p.m, p.n), NUMPY[p.out_dtype])
+    d[...] = np.nan
+    return Operands(
+        draw(*lead, p.k, p.m) if p.trans_a else draw(*lead, p.m, p.k),
+        draw(*lead, p.n, p.k) if p.trans_b else draw(*lead, p.k, p.n),
+        d,
+        draw(*lead, p.m, p.n) if tail.c else None,
+        draw(p.n if tail.bias is BiasDim.N else p.m) if tail.bias is not None else None,
+    )
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An array that starts at a multiple of 128 bytes."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 128, np.uint8)
+    start = -raw.ctypes.data % 128
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+@dataclass(slots=True)
+class Subject:
+    """The kernels of one architecture, as built under `root`."""
+
+    arch: str
+    root: Path | None = None
+    libraries: Libraries = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.libraries = Libraries(self.arch, self.root, runtime=Path(host().path))
+
+    def ptx(self, function: str) -> str:
+        """PTX text of a function."""
+        return self.libraries.path(function, "ptx").read_text()
+
+    def run(
+        self,
+        case: Case,
+        given: Operands,
+        *,
+        schedules: int | list[Schedule] = 3,
+        options: Options | None = None,
+    ) -> Report:
+        """Launch a case on given operands."""
+        options = options or Options()
+        call = self.libraries.load(case.function)
+        ctas = options.sms
+        if case.variant is None:
+            tensors = [on_device(x) for x in (given.a, given.b, given.d)]
+            launch = lambda: call(*tensors, ctas)  # noqa: E731
+        else:
+            arguments = family_arguments(case, given, ctas)
+            launch = lambda: call(*arguments)  # noqa: E731
+        return run(launch, given.buffers(), self.ptx(case.function), schedules_=schedules, options=options)
+
+    def verify(
+        self,
+        case: Case,
+        *,
+        schedules: int | list[Schedule] = 3,
+        options: Options | None = None,
+        seed: int = 7,
+    ) -> Outcome:
+        """Run a case on random operands and compare D with the reference."""
+        given = operands(case.problem, seed=seed)
+        report = self.run(case, given, schedules=schedules, options=options)
+        verdict = check(case.problem, given.d, given.a, given.b, given.c, given.bias)
+        if not verdict.ok and report.ok:
+            report.findings.append(Finding("wrong result", verdict.detail))
+        seconds = sum(r.seconds for r in report.runs)
+        return Outcome(case, report, verdict, seconds)
+
+
+def family_arguments(case: Case, given: Operands, ctas: int) -> list[Any]:
+    """Arguments of a product function (kernels/call.py)."""
+    p = case.problem
+    variant = cast(Compiled, case.variant)
+    layers = p.batch
+
+    def view(x: Array, transposed: bool) -> Array:
+        x = x if x.ndim == 3 else x[None]
+        return x.transpose(0, 2, 1) if transposed else x
+
+    d = view(given.d, False)
+    c = view(given.c, False) if given.c is not None else None
+    reads_c = c is not None and p.epilogue.reads_c
+    chip = device.virtual("sm_90a" if "sm_90" in str(variant) else "sm_100a")
+    return [
+        on_device(view(given.a, p.trans_a)),
+        on_device(view(given.b, p.trans_b)),
+        d.ctypes.data,
+        *(s // d.itemsize for s in d.strides),
+        c.ctypes.data if c is not None and reads_c else 0,
+        *((s // c.itemsize for s in c.strides) if c is not None and reads_c else (0, 0, 0)),
+        given.bias.ctypes.data if given.bias is not None else 0,
+        p.epilogue.alpha,
+        p.epilogue.beta,
+        code_of(p),
+        layers,
+        ctas,
+        variant.raster(p, chip),
+    ]
+
+
+# M, N, K: whole tiles, and ragged edges in every dimension (rows in multiples of 8 elements, as TMA needs).
+SHAPES = {
+    1: ((128, 128, 64), (72, 104, 40)),
+    2: ((128, 128, 256), (72, 104, 200)),
+    3: ((256, 128, 128), (200, 136, 72)),
+}
+MORE = ((256, 256, 128), (200, 264, 328))
+LARGE = ((512, 512, 256), (392, 520, 712))
+
+
+def cases(arch: str, steps: list[int], *, every: bool = False) -> Iterator[Case]:
+    """Problems for each step; `every`: all functions of the Step 9 family, and epilogues."""
+    for number in steps:
+        if number in LADDER_STEPS:
+            rung = ladder.step(arch, number)
+            for dtype in (DType.FP16, DType.BF16):
+                for m, n, k in SHAPES.get(number, MORE):
+                    problem = Problem(m, n, k, dtype=dtype, out_dtype=dtype, trans_b=True)
+                    yield Case(number, rung.function(dtype), problem)
+        else:
+            yield from family_cases(arch, every=every)
+
+
+def family_cases(arch: str, *, every: bool = False) -> Iterator[Case]:
+    """One case a function of the Step 9 family, the epilogue and the shape in turn."""
+    chip = device.virtual(arch)
+    tails = (
+        Epilogue(),
+        Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N),
+    )
+    seen: set[str] = set()
+    for variant in family.own(arch):
+        for dtype in (DType.FP16, DType.BF16):
+            for trans_a, trans_b, out in _kinds(dtype, every):
+                for ragged in (False, True) if every else (False,):
+                    m, n, k = (131, 331, 205) if ragged else LARGE[len(seen) % 2]
+                    problem = Problem(
+                        m, n, k, dtype=dtype, out_dtype=out, trans_a=trans_a, trans_b=trans_b,
+                        epilogue=tails[len(seen) // 2 % 2], aligned=128,
+                    )  # fmt: skip
+                    if ragged:  # A and B in rows that TMA takes, D in rows that it doesn't
+                        problem = replace(problem, m=136 if trans_a else 131, k=208)
+                        problem = replace(problem, n=331 if trans_b else 328)
+                    if variant.unsupported(problem, chip) is not None:
+                        continue
+                    name = cast(Compiled, variant).function(problem)
+                    if name not in seen:
+                        seen.add(name)
+                        yield Case(9, name, problem, variant)
+        if not every and len(seen) >= 8:
+            return
+
+
+def _kinds(dtype: DType, every: bool) -> Iterator[tuple[bool, bool, DType]]:
+    if not every:
+        yield False, True, dtype
+        if dtype is DType.FP16:
+            yield True, False, DType.FP32
+        return
+    for trans_a in (False, True):
+        for trans_b in (False, True):
+            for out in (dtype, DType.FP32):
+                yield trans_a, trans_b, out
