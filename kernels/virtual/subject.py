@@ -107,7 +107,8 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> Array:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + 128, np.uint8)
     start = -raw.ctypes.data % 128
-    return raw[start : start + size].view(dtype).reshape(shape)
+    out: Array = raw[start : start + size].view(dtype).reshape(shape)
+    return out
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ def _show(outcomes: Sequence[Outcome], schedules: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     table = Table(title=f"virtual GPU, {schedules} schedules, race detector")
     for name in ("step", "function", "M×N×K", "instructions", "seconds", "error / bound", "outcome"):
         table.add_column(
