@@ -173,6 +173,19 @@ class TestRun:
             await front.jobs.wait(job, 20)
             np.testing.assert_array_equal(await result(front, job, "s"), A @ B)
 
+    async def test_more_steps_than_the_arena_holds(self, settings: Settings) -> None:
+        async with open_front(settings) as front:
+            big = tensor(512, 512)
+            for name in ("a", "b", "c"):
+                await put(front.store, "ann", name, big)
+            steps = [
+                {"id": f"s{n}", "a": {"handle": "abc"[n % 3]}, "b": {"handle": "abc"[n % 2]}}
+                for n in range(12)
+            ]
+            job = await run(front, *steps)
+            assert set(states(job).values()) == {"done"}
+            np.testing.assert_array_equal(await result(front, job, "s11"), big @ big)
+
     async def test_nothing_is_left_but_the_results(self, settings: Settings) -> None:
         async with open_front(settings) as front:
             await run(front, ONE, TWO)
