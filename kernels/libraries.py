@@ -126,14 +126,15 @@ def read_manifest(root: Path, arch: str) -> Manifest:
 class Libraries:
     """Loads functions of one architecture by name, each library once a process. Safe for threads.
 
-    Load before a CUDA graph is captured: the first call of a function uploads its code. `runtime` replaces
-    libcute_dsl_runtime.so (the virtual GPU puts its own there).
+    Load before a CUDA graph is captured: the first call of a function uploads its code. `stand_in` is a library
+    whose symbols come before those of libcute_dsl_runtime.so: the virtual GPU answers for CUDA that way, in a
+    process that has not loaded kernels otherwise.
     """
 
-    def __init__(self, arch: str, root: Path | None = None, runtime: Path | None = None) -> None:
+    def __init__(self, arch: str, root: Path | None = None, stand_in: Path | None = None) -> None:
         self.root = root or default_root()
         self.manifest = read_manifest(self.root, arch)
-        self._runtime = runtime or self.root / RUNTIME
+        self._stand_in = stand_in
         self._modules: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -159,16 +160,24 @@ class Libraries:
         with self._lock:
             module = self._modules.get(library.stem)
             if module is None:
-                module = self._modules[library.stem] = open_library(library, self._runtime)
+                module = self._modules[library.stem] = open_library(
+                    library, self.root / RUNTIME, self._stand_in
+                )
         function: Callable[..., Any] = module[name]
         return function
 
 
-def open_library(library: Path, runtime: Path) -> Any:
-    """A tvm_ffi module of `library`; `runtime` is made global first, so that its symbols resolve."""
+def open_library(library: Path, runtime: Path, stand_in: Path | None = None) -> Any:
+    """A tvm_ffi module of `library`.
+
+    `runtime` is made global first, so that the library's symbols resolve. With a `stand_in` that one is global,
+    and `runtime` is loaded for its name alone: the global scope is searched before a library's own.
+    """
     import tvm_ffi
 
-    check_private(library)
-    check_private(runtime)
-    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    for path in (library, runtime, *([stand_in] if stand_in else [])):
+        check_private(path)
+    if stand_in:
+        ctypes.CDLL(str(stand_in), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_LOCAL if stand_in else ctypes.RTLD_GLOBAL)
     return tvm_ffi.load_module(str(library))
