@@ -120,7 +120,7 @@ class Subject:
     libraries: Libraries = field(init=False)
 
     def __post_init__(self) -> None:
-        self.libraries = Libraries(self.arch, self.root, runtime=Path(host().path))
+        self.libraries = Libraries(self.arch, self.root, stand_in=Path(host().path))
 
     def ptx(self, function: str) -> str:
         """PTX text of a function."""
