@@ -25,6 +25,10 @@ class FolderTaken(OSError):
     """Another front holds the data folder: start-up stops."""
 
 
+class FolderBroken(OSError):
+    """The data folder's database can't be opened: start-up stops."""
+
+
 def refusal(error: OSError | sqlite3.Error) -> ServiceError:
     """What a client is told when the disk refuses: no room, or can't be written."""
     if isinstance(error, OSError):

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 from service.arena import Slots
 from service.database import Database
 from service.errors import ServiceError
-from service.folder import DataFolder
+from service.folder import DataFolder, FolderBroken
 from service.store import index
 from service.store.conditions import UNCONDITIONAL, Conditions
 from service.store.content import Content, Data, Hold, Pin, Source
@@ -105,7 +105,7 @@ class TensorStore:
     async def start(self) -> None:
         """Lock the folder, read the index, reclaim what a front that died left half done.
 
-        FolderTaken where another front holds the folder; sqlite3.Error where the index can't be read.
+        FolderTaken where another front holds the folder; FolderBroken where the index can't be read.
         """
         await self.effects.in_pool(self._open)
         await self.database.prepare(index.prepare)
@@ -126,9 +126,9 @@ class TensorStore:
             logger.warning("the data folder %s can't be written: serving what it holds", self.folder.path)
         try:
             self.database.open(writable=self.folder.writable)
-        except sqlite3.Error:
+        except sqlite3.Error as error:
             self.folder.close()
-            raise
+            raise FolderBroken(f"the database {self.folder.database} can't be opened: {error}") from error
 
     async def close(self) -> None:
         """Finish the writes that go on, then let the folder go."""

@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 
 from service.errors import ServiceError
-from service.folder import FolderTaken
+from service.folder import FolderBroken, FolderTaken
 from service.store import Conditions, Hold, Pin, TensorStore, files, index
 from tests.service.storing import MIB, Clock, Settings, get, open_store, put, tensor
 
@@ -500,6 +500,16 @@ class TestLock:
                     raise AssertionError("two fronts")
         async with open_store(settings):
             pass
+
+
+class TestStart:
+    async def test_of_a_broken_database_says_which(self, settings: Settings) -> None:
+        settings.data.mkdir()
+        (settings.data / "service.db").write_bytes(b"not SQLite" * 1000)
+        for _ in range(2):  # and the folder isn't held by who failed
+            with pytest.raises(FolderBroken, match=r"service\.db can't be opened"):
+                async with open_store(settings):
+                    raise AssertionError("started")
 
 
 KILLED = """
