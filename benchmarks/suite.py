@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import spread, write
-from kernels.call import Strides, code_of
+from kernels.call import code_of
 from kernels.device import Device, describe_cuda
 from kernels.hopper.variants import Step9, variants
 from kernels.libraries import Libraries
 from kernels.problem import DType, Problem
+from kernels.runtime import PACK, as_packed
+from kernels.runtime import packed as fitting
 from kernels.selector import choose
 
 SHAPES = (  # batch, m, n, k
@@ -139,6 +141,7 @@ class Ours:
 
     def __init__(self, device: Device) -> None:
         self.device, self.libraries = device, Libraries(device.arch)
+        self.pack = self.libraries.load(PACK) if PACK in self.libraries.manifest.functions else None
 
     def launcher(self, variant: Step9, problem: Problem) -> Callable[[Operands], None]:
         """Function of a set; `problem` is as packed."""
@@ -148,32 +151,11 @@ class Ours:
         def launch(operands: Operands) -> None:
             a, b, d = operands
             function(
-                _fitting(a), _fitting(b), d.data_ptr(), *d.stride(), 0, 0, 0, 0, 0, 1.0, 0.0, code,
+                fitting(a, self.pack), fitting(b, self.pack), d.data_ptr(), *d.stride(), 0, 0, 0, 0, 0, 1.0, 0.0, code,
                 problem.batch, self.device.sms, raster,
             )  # fmt: skip
 
         return launch
-
-
-def _fitting(x: Any) -> Any:
-    """`x` as TMA takes it: its view with regular strides, or a copy whose rows start at 16 bytes."""
-    import torch
-
-    layers, rows, columns = x.shape
-    by_column = x.stride(2) != 1 and x.stride(1) == 1
-    strides = Strides(*x.stride()).normal(layers, rows, columns, column_major=by_column)
-    if (strides.column if by_column else strides.row) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x.as_strided(x.shape, (strides.batch, strides.row, strides.column))
-    lines, length = (columns, rows) if by_column else (rows, columns)
-    room = torch.empty((layers, lines, -(-length // 8) * 8), dtype=x.dtype, device=x.device)
-    copy = room[..., :length].transpose(1, 2) if by_column else room[..., :length]
-    return _fitting(copy.copy_(x))
-
-
-def packed(problem: Problem) -> Problem:
-    """The problem that a kernel sees once A and B are packed."""
-    lda, ldb, _, _ = problem.leading
-    return replace(problem, lda=-(-lda // 8) * 8, ldb=-(-ldb // 8) * 8)
 
 
 def operand_sets(problem: Problem, l2_bytes: int) -> list[Operands]:
@@ -263,7 +245,7 @@ def measure(
 
     device = ours.device
     family = {each.name: each for each in variants()}
-    fits = packed(problem)
+    fits = as_packed(problem)
     choice = choose(fits, device, variants=tuple(family.values()))
     invariant = choose(replace(fits, batch_invariant=True), device, variants=tuple(family.values()))
     sets = operand_sets(problem, device.l2_bytes)

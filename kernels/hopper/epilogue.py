@@ -29,6 +29,7 @@ __all__ = [
     "put_half",
     "put_rows",
     "store_any",
+    "store_words",
 ]
 
 EVICT_FIRST = 0x12F0_0000_0000_0000  # L2 policy: D is not read again here, A and B are
@@ -169,7 +170,7 @@ def _load(address: Int32, count: int, space: str, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
-def _store_words(address: Int64, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
+def store_words(address: Int64, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
     """Two or four 32-bit words to global memory at once."""
     places = ", ".join(f"${i + 1}" for i in range(len(words)))
     kind, letter = ("f32", "f") if isinstance(words[0], Float32) else ("b32", "r")
@@ -413,9 +414,9 @@ def _write(address: Int64, value: Float32, kind: Int32) -> None:
 @cute.jit
 def _write_four(address: Int64, values: list[Float32], kind: Int32) -> None:
     if kind == 3:
-        _store_words(address, values)
+        store_words(address, values)
     else:
-        _store_words(address, [_halves(values[0], values[1], kind), _halves(values[2], values[3], kind)])
+        store_words(address, [_halves(values[0], values[1], kind), _halves(values[2], values[3], kind)])
 
 
 @cute.jit

@@ -43,7 +43,7 @@ from kernels.hopper.epilogue import (
     store_any,
 )
 from kernels.hopper.pipeline import PipelineState, Tiles, init_ring, release, wait_empty, wait_full
-from kernels.hopper.variants import FAMILY, STAGING_BYTES, TILE_K, Tiling
+from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Tiling
 from kernels.problem import DType
 from kernels.targets import Function
 
@@ -404,7 +404,7 @@ class Gemm:
         state = PipelineState.consumer(t.stages)
         buffer = Int32(0)
         work = first
-        if cutlass.const_expr(t.pingpong):  # noqa: SIM102, the inner condition is a run-time one
+        if cutlass.const_expr(t.pingpong):
             if consumer == 1:
                 state.skip(k_tiles)
                 work = work + step
@@ -428,7 +428,7 @@ class Gemm:
                     release(empty + last, peer, t.sharing > 1)
                 last = state.stage
                 state.advance()
-            if cutlass.const_expr(t.pingpong):  # noqa: SIM102, as above
+            if cutlass.const_expr(t.pingpong):
                 if work + step < tiles.total:
                     _pass_turn(1 - consumer)
             warpgroup.wait_group(0)
@@ -675,16 +675,13 @@ TYPES = {DType.FP16: Float16, DType.BF16: BFloat16, DType.FP32: Float32}
 
 
 def functions() -> Sequence[Function]:
-    """All functions of the family, a library for each variant and input type."""
+    """All functions of the family, a library for each tiling and input type."""
     found = []
-    for variant in FAMILY:
-        for name, dtype, out, trans_a, trans_b in variant.functions():
-            gemm = Gemm(variant.tiling, TYPES[dtype], None if out is None else TYPES[out], trans_a, trans_b)
-            library = f"step9_{variant.tiling.name}_{dtype.value}".replace("-", "_")
-            config = {
-                "variant": variant.name,
-                "cluster": variant.tiling.cluster,
-                "stages": variant.tiling.stages,
-            }
+    for member in FAMILY:
+        tiling = member.tiling
+        for name, dtype, out, trans_a, trans_b in member.functions():
+            gemm = Gemm(tiling, TYPES[dtype], None if out is None else TYPES[out], trans_a, trans_b)
+            library = f"step9_{tiling.name}_{dtype.value}".replace("-", "_")
+            config = {"tiling": tiling.name, "cluster": tiling.cluster, "stages": tiling.stages}
             found.append(Function(name, "sm_90a", partial(compile_gemm, gemm, name), library, config))
     return found

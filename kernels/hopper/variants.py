@@ -7,109 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from kernels.device import Device
+from kernels.hopper.tilings import FAMILY, INPUTS, PLAIN, TILE_K, Member, Tiling
 from kernels.problem import DType, Problem
 
-SMEM_BYTES = 232_448  # what a block may have on sm_90
-BARRIER_BYTES = 1_024  # barriers, and what aligning the buffers to 1,024 bytes may cost
-TILE_K = 64  # elements: 128 bytes, the widest swizzle
-STAGING_BYTES = 16_384  # a consumer: two 64×64 tiles of 16 bits, two 64×32 or one 64×64 of fp32
-INPUTS = (DType.FP16, DType.BF16)
 LARGEST = 2**31 - 512  # sizes are 32-bit, and a tile may reach past the edge
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
-    """Shape of one kernel.
-
-    A block computes `p`×`q` of D; p runs along M and q along N, or the other way round with `swap`: D is then
-    computed transposed, so that a small M takes the narrow side of the tensor cores' instruction.
-    `cluster_p`×`cluster_q` blocks share operands by multicast; `split` such groups make one cluster that
-    divides K. Consumers split p among them, or with `pingpong` take turns at whole tiles.
-    """
-
-    p: int
-    q: int
-    cluster_p: int = 1
-    cluster_q: int = 1
-    split: int = 1
-    consumers: int = 2
-    pingpong: bool = False
-    swap: bool = False
-
-    def __post_init__(self) -> None:
-        rows = self.p if self.pingpong else self.p // self.consumers
-        if rows % 64 or self.q not in (16, 32, 64, 128, 192, 256):
-            raise ValueError(f"no instruction computes {rows}×{self.q}")
-        if self.split > 1 and self.pingpong:
-            raise ValueError("blocks that divide K compute one tile each")
-        if rows * self.q > 128 * 192:
-            raise ValueError("the accumulator of a consumer does not fit its registers")
-
-    @property
-    def name(self) -> str:
-        """As it stands in names of variants."""
-        text = f"{self.p}x{self.q}"
-        if self.cluster_p * self.cluster_q > 1:
-            text += f"-{self.cluster_p}x{self.cluster_q}"
-        if self.pingpong:
-            text += "-pingpong"
-        if self.split > 1:
-            text += f"-split{self.split}"
-        return text + ("-swap" if self.swap else "")
-
-    @property
-    def cluster(self) -> int:
-        """Blocks a cluster."""
-        return self.sharing * self.split
-
-    @property
-    def sharing(self) -> int:
-        """Blocks that share operands by multicast."""
-        return self.cluster_p * self.cluster_q
-
-    @property
-    def threads(self) -> int:
-        """Threads a block: one producer warpgroup and the consumers."""
-        return 128 * (1 + self.consumers)
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of A and B in one stage of the ring."""
-        return (self.p + self.q) * TILE_K * 2
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes through which results leave; split-K uses the ring again."""
-        return 0 if self.split > 1 else self.consumers * STAGING_BYTES
-
-    @property
-    def stages(self) -> int:
-        """Depth of the ring: as deep as fits."""
-        return (SMEM_BYTES - BARRIER_BYTES - self.staging_bytes) // self.stage_bytes
-
-
-@dataclass(frozen=True)
 class Step9:
-    """One variant: a tiling, and the outputs that it is compiled for.
+    """A member of the family as the selector sees it."""
 
-    `same`: 16-bit output of the input's type by TMA; `wide`: fp32 output by TMA; `plain`: any output, address
-    and stride.
-    """
+    member: Member
 
-    tiling: Tiling
-    same: bool = True
-    wide: bool = False
-    plain: bool = False
+    @property
+    def tiling(self) -> Tiling:
+        """Its tiling."""
+        return self.member.tiling
 
     @property
     def step(self) -> int:
         """Rung of the ladder."""
         return 9
 
-    @cached_property
+    @property
     def name(self) -> str:
         """Such as "step9-128x256-2x1"."""
         return f"step9-{self.tiling.name}"
@@ -135,18 +57,11 @@ class Step9:
         """Name of the compiled function."""
         store = self._store(problem)
         assert store is not None
-        return self._function(problem.dtype, store, problem.trans_a, problem.trans_b)
+        return self.member.function(problem.dtype, store, problem.trans_a, problem.trans_b)
 
     def functions(self) -> Iterator[tuple[str, DType, DType | None, bool, bool]]:
-        """All of them: name, input type, output type (None: plain), trans_a, trans_b."""
-        for dtype in INPUTS:
-            stores = [(dtype.value, dtype)] if self.same else []
-            stores += [(DType.FP32.value, DType.FP32)] if self.wide else []
-            outs: list[tuple[str, DType | None]] = [*stores, *([("plain", None)] if self.plain else [])]
-            for store, out in outs:
-                for trans_a in (False, True):
-                    for trans_b in (False, True):
-                        yield self._function(dtype, store, trans_a, trans_b), dtype, out, trans_a, trans_b
+        """All compiled functions: name, input type, output type (None: plain), trans_a, trans_b."""
+        return self.member.functions()
 
     def order(self, problem: Problem) -> str | None:
         """Order along K: 16 at a time into one fp32 accumulator, or in so many parts that are then added."""
@@ -173,7 +88,7 @@ class Step9:
         per_sm = device.peak_flops.get(problem.dtype.value, 1e15) / max(1, device.sms)
         step = max(flops / (per_sm * EFFICIENCY), sent / SENT_RATE, t.stage_bytes / ARRIVING_RATE)
         tail = t.p * t.q * problem.out_dtype.itemsize / DRAIN_RATE
-        if self._store(problem) == "plain":
+        if self._store(problem) == PLAIN:
             tail *= PLAIN_COST
         if t.pingpong:
             tail /= 2
@@ -195,16 +110,11 @@ class Step9:
         """
         size = problem.out_dtype.itemsize
         fits = problem.aligned >= 16 and not problem.leading[3] * size % 16 and not problem.n * size % 16
-        by_tma = (
-            self.same if problem.out_dtype is problem.dtype else self.wide and problem.out_dtype is DType.FP32
-        )
+        wide = problem.out_dtype is DType.FP32 and self.member.wide
+        by_tma = wide or (problem.out_dtype is problem.dtype and self.member.same)
         if fits and by_tma:
             return problem.out_dtype.value
-        return "plain" if self.plain else None
-
-    def _function(self, dtype: DType, store: str, trans_a: bool, trans_b: bool) -> str:
-        layout = ("t" if trans_a else "n") + ("t" if trans_b else "n")
-        return f"step9_{self.tiling.name}_{dtype.value}_{store}_{layout}".replace("-", "_")
+        return PLAIN if self.member.plain else None
 
 
 # Fitted to one H200; what they stand for is said in `Step9.seconds`. Rates are a second, or a second and SM.
@@ -233,22 +143,4 @@ def _resident(device: Device, cluster: int) -> int:
 
 def variants() -> tuple[Step9, ...]:
     """The family."""
-    return FAMILY
-
-
-FAMILY = (
-    Step9(Tiling(128, 256, cluster_p=2), wide=True, plain=True),
-    Step9(Tiling(128, 256)),
-    Step9(Tiling(128, 192)),
-    Step9(Tiling(128, 128, cluster_p=2)),
-    Step9(Tiling(128, 128, cluster_p=2, pingpong=True)),
-    Step9(Tiling(128, 128, pingpong=True)),
-    Step9(Tiling(128, 64), plain=True),
-    Step9(Tiling(64, 128, cluster_p=2, consumers=1)),
-    Step9(Tiling(64, 64, consumers=1), plain=True),
-    Step9(Tiling(64, 64, consumers=1, swap=True), same=False, plain=True),
-    Step9(Tiling(64, 32, consumers=1, swap=True), same=False, plain=True),
-    Step9(Tiling(64, 16, consumers=1, swap=True), same=False, plain=True),
-    Step9(Tiling(128, 128, split=2), same=False, plain=True),
-    Step9(Tiling(64, 64, consumers=1, split=4), same=False, plain=True),
-)
+    return tuple(Step9(member) for member in FAMILY)

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from kernels.device import B200, H200
-from kernels.hopper.variants import FAMILY, SMEM_BYTES, Step9, Tiling, variants
+from kernels.hopper.tilings import SMEM_BYTES, Member, Tiling
+from kernels.hopper.variants import Step9, variants
 from kernels.problem import DType, Epilogue, Problem
 from kernels.selector import choose
 
+FAMILY = variants()
 BASE = FAMILY[0]
 
 
@@ -63,7 +65,7 @@ def test_rows_that_end_within_16_bytes_are_not_stored_by_tma() -> None:
     assert BASE.function(ragged) == "step9_128x256_2x1_fp16_plain_nn"
     assert BASE.function(replace(ragged, n=64, ldd=65)) == "step9_128x256_2x1_fp16_plain_nn"
     assert BASE.function(Problem(64, 64, 64, aligned=8)) == "step9_128x256_2x1_fp16_plain_nn"
-    other = next(v for v in FAMILY if not v.plain)
+    other = next(v for v in FAMILY if not v.member.plain)
     assert "no function that writes fp16" in str(other.unsupported(ragged, H200))
 
 
@@ -118,5 +120,5 @@ def test_split_blocks_take_one_tile_each() -> None:
 
 
 def test_variants_are_values() -> None:
-    assert Step9(Tiling(128, 64)) == Step9(Tiling(128, 64))
+    assert Step9(Member(Tiling(128, 64))) == Step9(Member(Tiling(128, 64)))
     assert len(set(FAMILY)) == len(FAMILY)

@@ -1,0 +1,139 @@
+"""What the Step 9 family of sm_90a is compiled for: tilings, outputs, and the names of functions.
+
+Imports neither torch nor the compiler, nor estimates: what stands here decides the machine code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kernels.problem import DType
+
+SMEM_BYTES = 232_448  # what a block may have on sm_90
+BARRIER_BYTES = 1_024  # barriers, and what aligning the buffers to 1,024 bytes may cost
+TILE_K = 64  # elements: 128 bytes, the widest swizzle
+STAGING_BYTES = 16_384  # a consumer: two 64×64 tiles of 16 bits, two 64×32 or one 64×64 of fp32
+INPUTS = (DType.FP16, DType.BF16)
+PLAIN = "plain"  # stores any type to any address and stride
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Shape of one kernel.
+
+    A block computes `p`×`q` of D; p runs along M and q along N, or the other way round with `swap`: D is then
+    computed transposed, so that a small M takes the narrow side of the tensor cores' instruction.
+    `cluster_p`×`cluster_q` blocks share operands by multicast; `split` such groups make one cluster that
+    divides K. Consumers split p among them, or with `pingpong` take turns at whole tiles.
+    """
+
+    p: int
+    q: int
+    cluster_p: int = 1
+    cluster_q: int = 1
+    split: int = 1
+    consumers: int = 2
+    pingpong: bool = False
+    swap: bool = False
+
+    def __post_init__(self) -> None:
+        rows = self.p if self.pingpong else self.p // self.consumers
+        if rows % 64 or self.q not in (16, 32, 64, 128, 192, 256):
+            raise ValueError(f"no instruction computes {rows}×{self.q}")
+        if self.split > 1 and self.pingpong:
+            raise ValueError("blocks that divide K compute one tile each")
+        if rows * self.q > 128 * 192:
+            raise ValueError("the accumulator of a consumer does not fit its registers")
+
+    @property
+    def name(self) -> str:
+        """As it stands in names of variants."""
+        text = f"{self.p}x{self.q}"
+        if self.cluster_p * self.cluster_q > 1:
+            text += f"-{self.cluster_p}x{self.cluster_q}"
+        if self.pingpong:
+            text += "-pingpong"
+        if self.split > 1:
+            text += f"-split{self.split}"
+        return text + ("-swap" if self.swap else "")
+
+    @property
+    def cluster(self) -> int:
+        """Blocks a cluster."""
+        return self.sharing * self.split
+
+    @property
+    def sharing(self) -> int:
+        """Blocks that share operands by multicast."""
+        return self.cluster_p * self.cluster_q
+
+    @property
+    def threads(self) -> int:
+        """Threads a block: one producer warpgroup and the consumers."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of A and B in one stage of the ring."""
+        return (self.p + self.q) * TILE_K * 2
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes through which results leave; split-K uses the ring again."""
+        return 0 if self.split > 1 else self.consumers * STAGING_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Depth of the ring: as deep as fits."""
+        return (SMEM_BYTES - BARRIER_BYTES - self.staging_bytes) // self.stage_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A tiling and the outputs that it is compiled for.
+
+    `same`: 16-bit output of the input's type by TMA; `wide`: fp32 output by TMA; `plain`: any output, address
+    and stride.
+    """
+
+    tiling: Tiling
+    same: bool = True
+    wide: bool = False
+    plain: bool = False
+
+    def function(self, dtype: DType, store: str, trans_a: bool, trans_b: bool) -> str:
+        """Name of the function that stores as `store`: the output's type by TMA, or "plain"."""
+        layout = ("t" if trans_a else "n") + ("t" if trans_b else "n")
+        return f"step9_{self.tiling.name}_{dtype.value}_{store}_{layout}".replace("-", "_")
+
+    def functions(self) -> Iterator[tuple[str, DType, DType | None, bool, bool]]:
+        """All of them: name, input type, output type (None: plain), trans_a, trans_b."""
+        for dtype in INPUTS:
+            outs: list[DType | None] = [dtype] if self.same else []
+            outs += [DType.FP32] if self.wide else []
+            outs += [None] if self.plain else []
+            for out in outs:
+                store = PLAIN if out is None else out.value
+                for trans_a in (False, True):
+                    for trans_b in (False, True):
+                        yield self.function(dtype, store, trans_a, trans_b), dtype, out, trans_a, trans_b
+
+
+FAMILY = (
+    Member(Tiling(128, 256, cluster_p=2), wide=True, plain=True),
+    Member(Tiling(128, 256)),
+    Member(Tiling(128, 192)),
+    Member(Tiling(128, 128, cluster_p=2), plain=True),
+    Member(Tiling(128, 128, cluster_p=2, pingpong=True)),
+    Member(Tiling(128, 128, pingpong=True)),
+    Member(Tiling(128, 64), plain=True),
+    Member(Tiling(64, 128, cluster_p=2, consumers=1)),
+    Member(Tiling(64, 64, consumers=1), plain=True),
+    Member(Tiling(64, 64, consumers=1, swap=True), same=False, plain=True),
+    Member(Tiling(64, 32, consumers=1, swap=True), same=False, plain=True),
+    Member(Tiling(64, 16, consumers=1, swap=True), same=False, plain=True),
+    Member(Tiling(128, 256, split=3), same=False, plain=True),
+    Member(Tiling(128, 128, split=2), same=False, plain=True),
+    Member(Tiling(64, 64, consumers=1, split=4), same=False, plain=True),
+)
