@@ -25,6 +25,9 @@ from service.metrics import Metrics
 
 log = logging.getLogger("gemm.supervisor")
 
+#: Converting and moving operands on a busy computer; a batch that takes this long for its bytes doesn't hang.
+SLOWEST_BYTES_PER_SECOND = 1e8
+
 #: A worker that died with it may have died of it: run it once more, then give up.
 RETRIES = 1
 
@@ -234,7 +237,8 @@ class Supervisor:
         # A batch behind others waits for them too; a hang is far beyond any estimate.
         ahead = sum(w.seconds for f in handle.flights.values() for w in f.works)
         estimated = ahead + sum(work.seconds for work in works)
-        handle.send(Flight(batch, works, now, now + self.options.times.hang + 20 * estimated))
+        moving = sum(work.nbytes for work in works) / SLOWEST_BYTES_PER_SECOND
+        handle.send(Flight(batch, works, now, now + self.options.times.hang + 20 * estimated + moving))
 
     # -- news of workers ----------------------------------------------------------------------------------------
 
