@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 
 _BACKLOG = 2048
 
+#: Titles of the help, by the setting that each begins with.
+_GROUPS = {
+    "host": "where it listens",
+    "keys_file": "who may",
+    "data": "where it computes and keeps",
+    "arena_bytes": "memory and bodies",
+    "queue_requests": "queue and batches",
+    "job_steps": "jobs",
+    "header_bytes": "slow and dead clients",
+    "start_seconds": "workers' health",
+    "log_format": "what it tells",
+}
+
 _EXAMPLES = """\
   gemm-service serve                                     on http://127.0.0.1:8000, for this machine only
   gemm-service serve --port 0                            on a free port, which is printed
@@ -42,22 +55,29 @@ def arguments() -> argparse.ArgumentParser:
     parser = cli.parser("serve", "Run the service.", _EXAMPLES)
     parser.usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; or GEMM_CONFIG")
+    group: argparse._ArgumentGroup | argparse.ArgumentParser = parser
     for name, field in Settings.model_fields.items():
+        if name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[name])
         flag = f"--{name.replace('_', '-')}"
         text = (field.description or "").replace("%", "%%")
         if field.annotation is bool:
-            parser.add_argument(
+            group.add_argument(
                 flag, default=argparse.SUPPRESS, nargs="?", const="true", metavar="BOOL", help=text
             )
             continue
-        # Where a default is empty, the description says what that means.
-        told = (
-            ""
-            if field.get_default(call_default_factory=False) in (0, None, ())
-            else f" (default: {field.default})"
-        )
-        parser.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text + told)
+        # Where a default is empty or found at start, the description says what that means.
+        known = field.default_factory is None and field.default not in (0, None, ())
+        told = f" (default: {_told(name, field.default)})" if known else ""
+        group.add_argument(flag, default=argparse.SUPPRESS, metavar="VALUE", help=text + told)
     return parser
+
+
+def _told(name: str, value: Any) -> str:
+    """A default for people."""
+    if name.endswith("_bytes") and value % (1 << 20) == 0:
+        return f"{value >> 30}GiB" if value % (1 << 30) == 0 else f"{value >> 20}MiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -104,6 +104,8 @@ def refusal(status: int, headers: dict[str, str], body: bytes) -> Refused:
         document = None
     if not isinstance(document, dict):
         document = {"detail": body[:200].decode("utf-8", "replace").strip() or "no explanation was sent"}
+    if 300 <= status < 400:
+        document["detail"] = f"sent on to {headers.get('location')}; is that the url to use?"
     kind = _KINDS.get(status, Invalid if 400 <= status < 500 else Refused)
     return kind(
         status,

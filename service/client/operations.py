@@ -90,7 +90,7 @@ def attempt(
             failure = error
         else:
             assert reply is not None
-            if reply.status < 400:
+            if reply.status < 300:
                 return reply
             refused = refusal(reply.status, reply.head.headers, reply.body)
             if reply.status not in busy:

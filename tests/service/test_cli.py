@@ -61,6 +61,8 @@ def test_every_setting_is_a_flag_of_serve(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     for name in Settings.model_fields:
         assert f"--{name.replace('_', '-')} " in text
+    assert "Pydantic" not in text
+    assert "(default: 64GiB)" in " ".join(text.split())
 
 
 def test_no_or_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

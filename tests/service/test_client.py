@@ -28,6 +28,7 @@ from service.client import (
     Handle,
     Invalid,
     NotFound,
+    Refused,
     Retries,
     Step,
     TimedOut,
@@ -381,6 +382,13 @@ def test_refusal_that_a_proxy_wrote(serve: Serve) -> None:
     _, url = serve(answering(http(404, b"<html>nginx</html>")))
     with Client(url) as client, pytest.raises(NotFound, match="<html>nginx"):
         client.get("w")
+
+
+def test_redirection_is_told_and_not_followed(serve: Serve) -> None:
+    server, url = serve(answering(http(308, location="https://elsewhere/gemm")))
+    with Client(url) as client, pytest.raises(Refused, match="sent on to https://elsewhere/gemm"):
+        client.gemm(A, B)
+    assert len(server.requests) == 1
 
 
 def test_reply_before_the_body_was_sent_ends_the_sending(serve: Serve) -> None:
