@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service import cli, keys
-from service.settings import SettingsError
+from service.settings import SettingsError, parse_bytes
 
 _EXAMPLES = """\
   gemm-service keys add alice --file keys.json                        prints the token, once
@@ -38,7 +38,9 @@ def arguments() -> argparse.ArgumentParser:
     add.add_argument("--requests-per-second", type=float, help="quota")
     add.add_argument("--concurrent-requests", type=int, help="quota")
     add.add_argument("--flops-per-second", type=float, help="quota")
-    add.add_argument("--store-bytes", type=int, help="quota for stored tensors")
+    add.add_argument(
+        "--store-bytes", type=_size, help="quota for stored tensors; 4GiB and the like are taken"
+    )
     commands.add_parser("list", help="show the keys, without their tokens")
     rotate = commands.add_parser("rotate", help="make a successor of a key")
     rotate.add_argument("id")
@@ -55,6 +57,13 @@ def arguments() -> argparse.ArgumentParser:
             help="the keys file",
         )
     return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return int(str(parse_bytes(text)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -432,6 +432,15 @@ class AsyncClient(_Base):
         until = self._until()
         return await self._run(self._ask.read("/limits", until), until)
 
+    async def ready(self) -> bool:
+        """See Client.ready."""
+        until = self._until(10.0)
+        try:
+            await self._run(Operations(Retries(attempts=1)).read("/health/ready", until), until)
+        except GemmError:
+            return False
+        return True
+
     async def metrics(self) -> str:
         """See Client.metrics."""
         until = self._until()

@@ -263,6 +263,9 @@ def test_keys_command(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert token not in out
     assert cli.main(["keys", "revoke", "nobody"]) == 2
     assert cli.main(["keys", "add", "al ice"]) == 2
+    assert cli.main(["keys", "add", "carol", "--store-bytes", "4GiB", "--file", "carol.json"]) == 0
+    (row,) = json.loads((there / "carol.json").read_text())["keys"]
+    assert row["quota"] == {"store_bytes": 4 << 30}
 
 
 def test_serve_on_a_unix_socket_with_keys(tmp_path: Path) -> None:

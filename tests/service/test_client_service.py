@@ -203,5 +203,6 @@ async def test_async_client(service: Service) -> None:
         assert (await client.limits())["job_steps"] == 256
         assert (await client.variants())["variants"]
         assert "gemm_" in await client.metrics()
+        assert await client.ready()
         assert "aw" in {one.name for one in await client.tensors()}
         await client.delete("aw")
