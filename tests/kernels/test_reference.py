@@ -174,7 +174,7 @@ def test_double_to_bfloat16_rounds_once() -> None:
 STACKS = [
     (backend, dtype, n, k)
     for backend, dtype, (n, k) in itertools.product(
-        BACKENDS, [DType.FP16, DType.FP32, DType.FP64], [(1, 40), (5, 513), (64, 128), (257, 300), (40, 2000)]
+        BACKENDS, [DType.FP16, DType.FP32, DType.FP64], [(1, 40), (5, 513), (64, 385), (257, 300), (40, 2000)]
     )
 ]
 
@@ -189,7 +189,7 @@ def test_a_row_has_the_bits_that_it_has_alone(
     tail = Epilogue(alpha=0.5, beta=2, c=True, bias=BiasDim.N, activation=Activation.SILU)
     b = random.standard_normal((n, k) if trans_b else (k, n)).astype(NUMPY[dtype])
     bias = random.standard_normal(n).astype(NUMPY[dtype])
-    sizes = [int(m) for m in random.choice([1, 2, 3, 15, 16, 17, 40, 130], 8)]
+    sizes = [int(m) for m in random.choice([1, 2, 3, 15, 17, 40, 130, 530], 8)]
     kept = Converted()
 
     def make(m: int) -> Problem:
