@@ -204,7 +204,7 @@ def _time(candidate: Candidate) -> float:
 def _explain(
     best: Candidate, seen: Sequence[Candidate], asked: bool, barred: Mapping[str, str]
 ) -> tuple[Reason, str]:
-    took = f"{_time(best) * 1e6:.1f} µs {'measured' if best.measured else 'estimated'}"
+    took = f"{_told(_time(best))} {'measured' if best.measured else 'estimated'}"
     if asked:
         return Reason.ASKED, f"asked for by name, {took}"
     others = [c for c in seen if c is not best and c.seconds is not None]
@@ -212,7 +212,15 @@ def _explain(
         return Reason.ONLY, f"the only variant that takes this problem, {took}"
     faster = min(others, key=_time)
     if faster.because is not None and _time(faster) < _time(best):
-        held = f"{took}; {faster.variant} would take {_time(faster) * 1e6:.1f} µs, but {faster.because}"
+        held = f"{took}; {faster.variant} would take {_told(_time(faster))}, but {faster.because}"
         return (Reason.FALLBACK if faster.variant in barred else Reason.INVARIANT), held
-    text = f"{took}, next {faster.variant} at {_time(faster) * 1e6:.1f} µs"
+    text = f"{took}, next {faster.variant} at {_told(_time(faster))}"
     return (Reason.MEASURED if best.measured else Reason.ESTIMATE), text
+
+
+def _told(seconds: float) -> str:
+    """A duration for people."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.1f} µs"
