@@ -162,7 +162,7 @@ class Queue:
 
     def wait(self, now: float) -> float:
         """Seconds until `take` gives a batch: 0 when it does now, infinity when empty."""
-        head = self._head()
+        head = self.head
         if head is None:
             return float("inf")
         if self.depth >= self.limits.requests:
@@ -171,7 +171,7 @@ class Queue:
 
     def take(self, *, stacking: bool = True) -> Taken | None:
         """Take the next batch out. `stacking` False: this device's bits differ in a stack, so only who doesn't mind."""
-        head = self._head()
+        head = self.head
         if head is None:
             return None
         if head.stack_key is not None and (stacking or not head.params.batch_invariant):
@@ -184,7 +184,9 @@ class Queue:
             self.discard(work)
         return Taken(tuple(works), stacked)
 
-    def _head(self) -> Work | None:
+    @property
+    def head(self) -> Work | None:
+        """The work that goes next; it decides where its batch runs."""
         return next(iter(self), None)
 
     def _stack(self, head: Work) -> list[Work]:

@@ -22,6 +22,7 @@ from typing import Any
 from service.arena import Arena
 from service.batch import Work
 from service.errors import ServiceError
+from service.gpus import Place
 from service.link import FrontLink
 from service.messages import (
     Answer,
@@ -36,8 +37,12 @@ from service.messages import (
     Report,
     ToFront,
 )
+from service.place import Residency, stored
 
 log = logging.getLogger("gemm.supervisor")
+
+#: Share of a GPU's memory that its cache of stored tensors takes, as service.drivers.cuda has it.
+CACHE_SHARE = 0.5
 
 #: Exit statuses of the worker. A start that failed is tried again with back-off; a device that needs a person
 #: (driver mismatch, Xid) keeps the worker down.
@@ -81,6 +86,7 @@ class Handle:
     """One worker. `on_done`, `on_ready`, `on_end` and `on_report` are the supervisor's; all run on the loop."""
 
     index: int
+    place: Place
     arena: Arena
     arguments: list[str]
     times: Times
@@ -92,6 +98,7 @@ class Handle:
     detail: str = ""
     ready: Ready | None = None
     flights: dict[int, Flight] = field(default_factory=dict)
+    residency: Residency | None = None
     failures: int = 0
     _link: FrontLink | None = None
     _process: subprocess.Popen[bytes] | None = None
@@ -101,6 +108,11 @@ class Handle:
     _ponged: float = 0.0
     _stopping: bool = False
     _reason: str = "crash"
+
+    @property
+    def queued_seconds(self) -> float:
+        """Estimated seconds of the work that it has."""
+        return sum(work.seconds for flight in self.flights.values() for work in flight.works)
 
     @property
     def pid(self) -> int | None:
@@ -137,12 +149,12 @@ class Handle:
             command = [
                 *[sys.executable, "-P", "-m", "service.worker", "--link", str(theirs.fileno())],
                 *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size)],
-                *["--index", str(self.index), *self.arguments],
+                *["--index", str(self.place.index), *self.arguments],
             ]
             process = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(), self.arena.fd),
-                env=_environment(),
+                env={**_environment(), **dict(self.place.environ)},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -193,7 +205,7 @@ class Handle:
     def _end(self, status: int) -> None:
         flights = list(self.flights.values())
         self.flights.clear()
-        self._process = self._link = self.ready = None
+        self._process = self._link = self.ready = self.residency = None
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(ServiceError("no_worker", "the worker ended before it answered"))
@@ -218,6 +230,8 @@ class Handle:
             case Ready():
                 self.ready, self.state, self.detail = message, State.READY, ""
                 self._reason, self._ponged = "crash", time.monotonic()
+                if message.device["arch"] != "cpu" and not message.device["virtual"]:
+                    self.residency = Residency(message.device["memory_bytes"] * CACHE_SHARE)
                 self.on_ready(self, message)
 
     def _answered(self, answer: Answer) -> None:
@@ -236,10 +250,16 @@ class Handle:
     def send(self, flight: Flight) -> None:
         """Hand a batch over."""
         self.flights[flight.batch.id] = flight
+        if self.residency is not None:
+            for work in flight.works:
+                for operand in stored(work):
+                    self.residency.note(operand)
         self._send(flight.batch)
 
     def forget(self, tensors: tuple[str, ...]) -> None:
         """Tell a device cache what was deleted or replaced."""
+        if self.residency is not None:
+            self.residency.forget(tensors)
         self._send(Forget(tensors))
 
     async def ask(self, what: str, args: dict[str, Any], timeout: float) -> Any:

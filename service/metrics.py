@@ -153,6 +153,12 @@ class Metrics:
         self.sm_clock = Gauge(
             "gemm_sm_clock_hertz", "SM clock as read beside it.", ["gpu"], registry=registry
         )
+        self.placements = Counter(
+            "gemm_placements",
+            "Batches by worker and why it was chosen.",
+            ["worker", "reason"],
+            registry=registry,
+        )
         for reason in REJECTIONS:
             self.rejected.labels(reason)
         for reason in RESTARTS:
@@ -160,6 +166,8 @@ class Metrics:
         self._stages = {name: self.stage.labels(name) for name in STAGES}
         self._requests: dict[tuple[str, int], Counter] = {}
         self._durations: dict[str, Histogram] = {}
+        self._placements: dict[tuple[int, str], Counter] = {}
+        self._active: set[tuple[str, str]] = set()
         self._choices: dict[tuple[str, str], Counter] = {}
 
     def request(self, route: str, code: int, seconds: float) -> None:
@@ -186,6 +194,25 @@ class Metrics:
         if counter is None:
             counter = self._choices[variant, reason] = self.choices.labels(variant, reason)
         counter.inc()
+
+    def placed(self, worker: int, reason: str) -> None:
+        """A batch went to `worker` for `reason`."""
+        key = (worker, reason)
+        counter = self._placements.get(key)
+        if counter is None:
+            counter = self._placements[key] = self.placements.labels(str(worker), reason)
+        counter.inc()
+
+    def unread(self, gpu: str) -> None:
+        """Tensor-core activity of this GPU can't be read: its series is absent."""
+        for labels in [key for key in self._active if key[0] == gpu]:
+            self.tensor_active.remove(*labels)
+            self._active.discard(labels)
+
+    def active(self, gpu: str, source: str, ratio: float) -> None:
+        """Tensor-core activity as the hardware counted it."""
+        self._active.add((gpu, source))
+        self.tensor_active.labels(gpu, source).set(ratio)
 
     def quarantine(self, outcomes: Mapping[str, str]) -> None:
         """The variants that may not run now, each with its reason (see QUARANTINES)."""

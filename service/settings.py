@@ -126,7 +126,9 @@ class Settings(BaseModel):
     backend: Literal["auto", "numpy", "torch"] = Field(
         "auto", description="Reference on a CPU: auto (torch where it is installed), numpy or torch"
     )
-    workers: int = Field(1, ge=1, le=64, description="Worker processes, 1 to 64; one a GPU")
+    workers: int = Field(
+        0, ge=0, le=64, description="Worker processes, 1 to 64; 0: one a visible GPU, or one on a CPU"
+    )
 
     # Memory and bodies.
     arena_bytes: Bytes = Field(

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from service.admit import Bounds, Estimate, Rates, admit
 from service.arena import Arena
 from service.batch import Limits, Queue, Work
 from service.errors import ServiceError
+from service.gpus import places
 from service.handle import Flight, Handle, State, Times
 from service.messages import Batch, BatchDone, ItemDone, Ready, Report
 from service.metrics import Metrics
+from service.place import Seat, place
 
 log = logging.getLogger("gemm.supervisor")
 
@@ -74,7 +77,7 @@ class Supervisor:
         self.draining = False
         #: Called with (flops, seconds) of each batch, for whoever shows it.
         self.watchers: list[Callable[[BatchDone], None]] = []
-        self.report: Report | None = None
+        self.reports: dict[int, Report] = {}
         self._ids = itertools.count(1)
         self._batches = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
@@ -87,6 +90,7 @@ class Supervisor:
         self.handles = [
             Handle(
                 index,
+                spot,
                 arena,
                 list(options.arguments),
                 options.times,
@@ -95,7 +99,7 @@ class Supervisor:
                 on_end=self._on_end,
                 on_report=self._on_report,
             )
-            for index in range(options.workers)
+            for index, spot in enumerate(places(options.workers, os.environ))
         ]
         metrics.live("gemm_queue_depth", "Requests that wait for a worker.", lambda: float(self.queue.depth))
         metrics.live(
@@ -203,19 +207,20 @@ class Supervisor:
             self._timer.cancel()
             self._timer = None
         while self.queue.depth:
-            handle = min(
-                (h for h in self._ready() if len(h.flights) < self.options.ahead),
-                key=lambda h: len(h.flights),
-                default=None,
-            )
-            if handle is None:
+            open_ones = [h for h in self._ready() if len(h.flights) < self.options.ahead]
+            head = self.queue.head
+            if not open_ones or head is None:
                 return
             now = time.monotonic()
             wait = self.queue.wait(now)
             if wait > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait, self._dispatch)
                 return
+            seats = [Seat(h.index, h.queued_seconds, h.residency) for h in open_ones]
+            index, why = place(head, seats)
+            handle = self.handles[index]
             assert handle.ready is not None
+            self.metrics.placed(index, why)
             taken = self.queue.take(stacking=handle.ready.stacking)
             if taken is not None:
                 self._launch(handle, taken.works, stacked=taken.stacked, now=now)
@@ -235,8 +240,7 @@ class Supervisor:
             self.metrics.took("batch", now - work.arrived)
         self.metrics.batch_requests.observe(len(works))
         # A batch behind others waits for them too; a hang is far beyond any estimate.
-        ahead = sum(w.seconds for f in handle.flights.values() for w in f.works)
-        estimated = ahead + sum(work.seconds for work in works)
+        estimated = handle.queued_seconds + sum(work.seconds for work in works)
         moving = sum(work.nbytes for work in works) / SLOWEST_BYTES_PER_SECOND
         handle.send(Flight(batch, works, now, now + self.options.times.hang + 20 * estimated + moving))
 
@@ -299,14 +303,15 @@ class Supervisor:
         self._dispatch()
 
     def _on_report(self, handle: Handle, report: Report) -> None:
-        self.report = report
-        self.metrics.quarantine(report.quarantined)
+        self.reports[handle.index] = report
+        merged = {name: why for each in self.reports.values() for name, why in each.quarantined.items()}
+        self.metrics.quarantine(merged)
         gpu = str(handle.index)
         self.metrics.probe_up.labels(gpu).set(report.tensor_active is not None)
         if report.tensor_active is None:
-            self.metrics.tensor_active.clear()
+            self.metrics.unread(gpu)
         else:
-            self.metrics.tensor_active.labels(gpu, report.tensor_source).set(report.tensor_active)
+            self.metrics.active(gpu, report.tensor_source, report.tensor_active)
         if report.sm_clock_mhz is not None:
             self.metrics.sm_clock.labels(gpu).set(report.sm_clock_mhz * 1e6)
 

@@ -24,14 +24,13 @@ from kernels.selector import Choice
 from service.arena import Arena
 from service.drivers.base import CannotStart, late, problem_asked, problem_of
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
+from service.handle import CACHE_SHARE
 from service.messages import Batch, BatchDone, Item, ItemDone, Operand, Report
 
 log = logging.getLogger("gemm.worker")
 
 #: Batches that the lanes hold at once: one arrives, one computes, one leaves.
 LANES = 3
-#: Share of the device's free memory that stored tensors may take.
-CACHE_SHARE = 0.5
 #: Exit status after a device error: the context is lost, and with it the process.
 EXIT_DEVICE_FAULT = 5
 

@@ -66,7 +66,7 @@ def test_sizes_refused(text: str) -> None:
         ("port", "-1"),
         ("port", "eighty"),
         ("device", "gpu"),
-        ("workers", "0"),
+        ("workers", "-1"),
         ("insecure", "perhaps"),
         ("ping_seconds", "0"),
         ("hang_seconds", "nan"),

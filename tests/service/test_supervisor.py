@@ -188,3 +188,19 @@ async def test_draining_refuses_new_work_and_finishes_the_rest(bench: Bench) -> 
     await running
     await draining
     assert bench.supervisor.handles[0].pid is None
+
+
+async def test_two_workers_share_the_work_and_one_that_dies_takes_only_itself_out() -> None:
+    bench = await Bench(replace(OPTIONS, workers=2)).start()
+    await bench.until(lambda: all(handle.state is State.READY for handle in bench.supervisor.handles))
+    tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(4)]
+    await bench.until(lambda: all(handle.flights for handle in bench.supervisor.handles))
+    os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
+    await bench.until(lambda: bench.supervisor.handles[0].state is not State.READY)
+    assert bench.supervisor.ready
+    await asyncio.gather(*tasks)
+    text = bench.metrics.exposition().decode()
+    assert 'gemm_placements_total{reason="least_queued",worker="0"}' in text
+    assert 'worker="1"' in text
+    await bench.supervisor.drain(10)
+    bench.arena.close()
