@@ -465,7 +465,7 @@ def compile_choice(choice: Choice) -> Any:
 def functions() -> Sequence[Function]:
     """The family: see tilings.choices."""
     return [
-        Function(c.name, arch, partial(compile_choice, c), library=c.library)
+        Function(choice.name, arch, partial(compile_choice, choice), config=choice.config)
         for arch in ARCHITECTURES
-        for c in choices()
+        for choice in choices()
     ]

@@ -124,9 +124,19 @@ class Choice:
         return f"step9_{self.tiling.name}_{layout}_{self.dtype}_{self.out}"
 
     @property
-    def library(self) -> str:
-        """Functions of one shape, type and output share a library."""
-        return f"step9_{self.tiling.name}_{self.dtype}_{self.out}"
+    def config(self) -> dict[str, str | int | bool]:
+        """What the build's manifest keeps of it."""
+        tiling = self.tiling
+        return {
+            "cluster": CTA_GROUP,
+            "tile_m": tiling.tile_m,
+            "tile_n": tiling.tile_n,
+            "consumers": tiling.consumers,
+            "depth": tiling.depth,
+            "accumulators": tiling.accumulators,
+            "dynamic": tiling.dynamic,
+            "out": self.out,
+        }
 
 
 def choices() -> list[Choice]:
