@@ -43,8 +43,8 @@ Epilogue    16-bit output without C: the accumulator is drained, fused and packe
             read from TMEM; pieces of 32 (16-bit) or 16 (fp32) columns leave by double-buffered evict-first
             TMA stores. C of D's type comes in through the same buffers, one piece ahead; another C is read
             by plain loads.
-Shared      512×256: 4 × 49,152 B + 4 × 8,192 B + 208 B = 229,584 B. 256×256: 6 × 32,768 B + 2 × 8,192 B +
-            224 B.
+Shared      512×256: 4 × 49,152 B + 4 × 8,192 B + 196 B = 229,572 B. 256×256: 6 × 32,768 B + 2 × 8,192 B +
+            212 B = 213,204 B.
 TMEM        512 columns.
 Limits      A and B at 16 bytes with leading dimensions and batch strides in multiples of 8; so D in
             multiples of 16 bytes, unless the function is `plain`. M, N, K and batch at least 1. alpha = 0
@@ -274,6 +274,9 @@ class MultiConsumer(Writeback):
                 self.shared.init(tiling)
             prims.tcgen05_alloc(self.shared.slot, TMEM_COLUMNS, group="cta_2")
             prims.tcgen05_relinquish_alloc_permit(group="cta_2")
+            if prims.elect_sync():
+                for each in (a_map, b_map, d_map):
+                    prims.prefetch_tensormap(each.get_ptr())
         prims.fence_mbarrier_init()
         prims.tcgen05_fence("before_thread_sync")
         prims.barrier_cluster_arrive()

@@ -76,7 +76,7 @@ class Tiling:
     def barrier_bytes(self) -> int:
         """Barriers, answers of cluster launch control, and the address in TMEM."""
         both = self.consumers * self.accumulators
-        return 8 * (2 * self.depth + 2 * both + self.consumers * PIECES + 2 * CLC_DEPTH) + 16 * CLC_DEPTH + 16
+        return 8 * (2 * self.depth + 2 * both + self.consumers * PIECES + 2 * CLC_DEPTH) + 16 * CLC_DEPTH + 4
 
     @property
     def smem_bytes(self) -> int:
