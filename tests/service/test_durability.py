@@ -44,7 +44,9 @@ def submit(service: Service, n: int) -> httpx.Response:
 def check(service: Service, n: int, job: str) -> None:
     """It ended right."""
     told = service.until(
-        lambda: (d := service.http.get(f"/jobs/{job}?wait=10").json())["state"] == "done" and d, 60, f"job {n}"
+        lambda: (d := service.http.get(f"/jobs/{job}?wait=10").json())["state"] == "done" and d,
+        60,
+        f"job {n}",
     )
     assert [step["state"] for step in told["steps"]] == ["done"] * 4
     got = result(service.http.get(f"/jobs/{job}/steps/three/result", headers=ACCEPT))
@@ -169,3 +171,26 @@ def test_a_weight_that_is_larger_than_the_memory_tier(tmp_path: Path) -> None:
         assert service.metric("gemm_tensor_store_bytes", tier="disk") >= 4 * big.nbytes
         for n in (0, 1, 2, 3, 0):
             np.testing.assert_array_equal(result(service.gemm(x, f"w{n}")), x @ (big + n))
+
+
+def test_who_stops_watching_a_job_leaves_nothing_behind(service: Service) -> None:
+    service.put("weight", WEIGHT).raise_for_status()
+    worker = service.worker()
+    worker.suspend()
+    try:
+        job = submit(service, 2000).json()["id"]
+        with (
+            httpx.Client(base_url=service.url, timeout=20) as watcher,
+            watcher.stream("GET", f"/jobs/{job}/events") as reply,
+        ):
+            lines = reply.iter_lines()
+            assert next(lines) == "event: step"
+            assert '"id":"one","state":"running"' in next(lines)
+        left = {"route": "/jobs/{job}/events", "code": "499"}
+        service.until(lambda: service.metric("gemm_requests_total", **left) == 1, what="noticed")
+    finally:
+        worker.resume()
+    check(service, 2000, job)
+    told = service.http.get(f"/jobs/{job}/events").text
+    assert told.count("event: step") == 4
+    assert told.count("event: job") == 1
