@@ -1,0 +1,156 @@
+"""One product over several devices: receives each rank's rows of A and columns of B, hands on its rows of D.
+
+The schedule is an all-gather of B in a ring, hidden behind the products: while a rank multiplies its rows of A by
+the block of B that it has, that block goes on to its left neighbour and the next one comes from its right. After
+as many steps as there are ranks every rank has met every block. No rank ever holds more than two blocks besides
+its own, K is never split (so bits are those of one device's kernel class), and D needs no reduction.
+
+    step 0        rank 0: A0·B0    rank 1: A1·B1    rank 2: A2·B2      each sends its block left, receives from right
+    step 1        rank 0: A0·B1    rank 1: A1·B2    rank 2: A2·B0
+    step 2        rank 0: A0·B2    rank 1: A1·B0    rank 2: A2·B1      nothing left to send
+
+It runs over torch.distributed: NCCL between GPUs (of one node or several), gloo between CPU processes. Who starts
+the ranks is not this module's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.api import gemm
+
+Product = Callable[..., Any]
+
+
+class RankLost(RuntimeError):
+    """Another rank died or didn't answer in time; D is not complete, and the process group is of no more use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the operands lie over the ranks: rows of A (and of D) and columns of B that each rank has."""
+
+    rank: int
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    k: int
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.rows)
+
+    def owner(self, step: int) -> int:
+        """The rank whose block of B this rank multiplies at `step`."""
+        return (self.rank + step) % self.world
+
+    def columns_of(self, rank: int) -> slice:
+        """Where a rank's block of B lies among the columns of D."""
+        start = sum(self.columns[:rank])
+        return slice(start, start + self.columns[rank])
+
+
+def split(extent: int, world: int, multiple: int = 128) -> tuple[int, ...]:
+    """`extent` cut into `world` parts as even as multiples of `multiple` allow; the last ones may be smaller."""
+    tiles = -(-extent // multiple)
+    parts, left = [], extent
+    for rank in range(world):
+        part = min(left, (tiles // world + (rank < tiles % world)) * multiple)
+        parts.append(part)
+        left -= part
+    return tuple(parts)
+
+
+def gemm_sharded(
+    a: Any,
+    b: Any,
+    *,
+    group: Any = None,
+    c: Any = None,
+    bias: Any = None,
+    out: Any = None,
+    product: Product = gemm,
+    **options: Any,
+) -> Any:
+    """This rank's rows of D = act(alpha · A·B + beta · C + bias); every rank of `group` calls it.
+
+    a [M_r, K]: this rank's rows of A. b [K, N_r]: its columns of B, row-major. c and out [M_r, N]: its rows. bias: of
+    length N, the whole of it, on every rank (or of length M_r with bias_dim="m"). `options` are those of
+    kernels.gemm. The bounds of each element are those of kernels.gemm. Raises ValueError where the ranks' shapes
+    don't fit, RankLost where one is gone.
+    """
+    import torch
+    from torch import distributed
+
+    layout = _agree(a, b, group)
+    n = sum(layout.columns)
+    if out is None:
+        out = torch.empty((len(a), n), dtype=options.get("out_dtype") or a.dtype, device=a.device)
+    along_n = options.get("bias_dim", "n") == "n"
+    left, right = (layout.rank - 1) % layout.world, (layout.rank + 1) % layout.world
+    block = b.contiguous()
+    try:
+        for step in range(layout.world):
+            owner = layout.owner(step)
+            coming, moving = None, []
+            if step + 1 < layout.world:
+                shape = (layout.k, layout.columns[layout.owner(step + 1)])
+                coming = torch.empty(shape, dtype=b.dtype, device=b.device)
+                moving = distributed.batch_isend_irecv(
+                    [
+                        distributed.P2POp(distributed.isend, block, _global(group, left), group),
+                        distributed.P2POp(distributed.irecv, coming, _global(group, right), group),
+                    ]
+                )
+            here = layout.columns_of(owner)
+            product(
+                a,
+                block,
+                c=None if c is None else c[:, here],
+                bias=bias[here] if bias is not None and along_n else bias,
+                out=out[:, here],
+                **options,
+            )
+            for transfer in moving:
+                transfer.wait()
+            if coming is not None:
+                block = coming
+    except (RuntimeError, distributed.DistBackendError) as error:
+        raise RankLost(f"rank {layout.rank} lost a neighbour: {error}") from error
+    return out
+
+
+def _agree(a: Any, b: Any, group: Any) -> Layout:
+    """Everyone's shapes, checked to fit."""
+    import torch
+    from torch import distributed
+
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"a and b have {a.dim()} and {b.dim()} dimensions; shards have 2")
+    mine = torch.tensor([a.shape[0], a.shape[1], b.shape[0], b.shape[1]], device=a.device)
+    world = distributed.get_world_size(group)
+    all_shapes = [torch.empty_like(mine) for _ in range(world)]
+    try:
+        distributed.all_gather(all_shapes, mine, group=group)
+    except (RuntimeError, distributed.DistBackendError) as error:
+        raise RankLost(f"the ranks can't agree on shapes: {error}") from error
+    shapes = [tuple(int(x) for x in each) for each in all_shapes]
+    for rank, (_, k_of_a, k_of_b, _) in enumerate(shapes):
+        if not k_of_a == k_of_b == a.shape[1]:
+            raise ValueError(
+                f"rank {rank} has K = {k_of_a} in a and {k_of_b} in b; this rank has {a.shape[1]}"
+            )
+    return Layout(
+        distributed.get_rank(group),
+        tuple(shape[0] for shape in shapes),
+        tuple(shape[3] for shape in shapes),
+        int(a.shape[1]),
+    )
+
+
+def _global(group: Any, rank: int) -> int:
+    from torch import distributed
+
+    return rank if group is None else int(distributed.get_global_rank(group, rank))
