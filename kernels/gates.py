@@ -80,6 +80,11 @@ def _crowded(code: Code) -> bool:
     return code.threads > 256
 
 
+def _shares(code: Code) -> bool:
+    """Whether its name says that blocks of a cluster share operands: step9_128x256_2x1_…"""
+    return re.search(r"_(2x1|1x2|2x2)_", code.function) is not None
+
+
 def _roles_fit(code: Code) -> bool:
     """Producer and consumers together stay within the SM, and some role gave registers up for another."""
     return (
@@ -108,6 +113,8 @@ GATES: tuple[Gate, ...] = (
     Gate("sm_90a", "step[1-8]_*", forbidden=("USETMAXREG*",)),
     Gate("sm_90a", "step9_*", required=("UTMALDG.*", "SYNCS.*TRYWAIT*")),
     Gate("sm_90a", "step9_*", required=("USETMAXREG*",), rule=_roles_fit, because=ROLES, when=_crowded),
+    Gate("sm_90a", "step9_*", required=("UTMALDG.*MULTICAST*", "UCGABAR*"), when=_shares),
+    Gate("sm_90a", "step9_*", forbidden=("UTMALDG.*MULTICAST*",), when=lambda c: not _shares(c)),
     # Blackwell
     Gate("sm_10*", "step[1-9]_*", required=("UTC*MMA*", "LDTM*")),
     Gate(

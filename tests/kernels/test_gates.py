@@ -45,6 +45,8 @@ def identity(gate: Gate) -> str:
 @pytest.mark.parametrize("gate", GATES, ids=identity)
 def test_each_gate_passes_and_can_fail(gate: Gate) -> None:
     good = replace(GOOD, function=named(gate.pattern), mnemonics=frozenset(map(named, gate.required)))
+    if not gate.applies(named(gate.arch), good):
+        good = replace(good, function="step9_128x256_2x1_fp16")
     assert gate.applies(named(gate.arch), good)
     assert gate.failures(good) == []
     for pattern in gate.required:
@@ -110,6 +112,21 @@ def hopper() -> Libraries:
     pytest.importorskip("cutlass")
     build("sm_90a", only="step[1-8]_*")
     return Libraries("sm_90a")
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("arch", "product"), [("sm_90a", "step9_128x256_2x1_fp16"), ("sm_100a", "step9_512x256_fp16_half")]
+)
+def test_what_is_built_passes(arch: str, product: str) -> None:
+    """Every step, and of the Step 9 families the library that the ladder is measured with."""
+    pytest.importorskip("cutlass")
+    built = [*build(arch, only="step[1-8]_*"), *build(arch, only=product)]
+    libraries = Libraries(arch)
+    names = [name for each in built for name in each.functions]
+    assert {name[:5] for name in names} == {f"step{number}" for number in range(1, 10)}
+    assert {name: failed for name in names if (failed := check(arch, code_of(libraries, name)))} == {}
 
 
 @pytest.mark.ci
