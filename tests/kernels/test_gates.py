@@ -117,7 +117,7 @@ def hopper() -> Libraries:
 @pytest.mark.ci
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("arch", "product"), [("sm_90a", "step9_128x256_2x1_fp16"), ("sm_100a", "step9_512x256_fp16_half")]
+    ("arch", "product"), [("sm_90a", "step9_128x256_2x1_fp16"), ("sm_100a", "step9_512x256_kk_fp16_half")]
 )
 def test_what_is_built_passes(arch: str, product: str) -> None:
     """Every step, and of the Step 9 families the library that the ladder is measured with."""
