@@ -180,7 +180,7 @@ class Runtime:
         """Queue one own variant, packing A and B where TMA can't address them."""
         compiled = cast(Compiled, variant)
         pack = self._load(PACK).call if PACK in self.libraries.manifest.functions else None
-        a, b = packed(operands.a, pack), packed(operands.b, pack)
+        a, b = packed(operands.a, pack, problem.trans_a), packed(operands.b, pack, problem.trans_b)
         fitting = as_packed(problem)
         ready = self._load(compiled.function(fitting))
         d, c, bias = operands.d, operands.c, operands.bias
@@ -309,24 +309,27 @@ def as_packed(problem: Problem) -> Problem:
     return problem
 
 
-def packed(x: Any, pack: Callable[..., Any] | None = None) -> Any:
+def packed(x: Any, pack: Callable[..., Any] | None = None, by_column: bool | None = None) -> Any:
     """`x` [layers, rows, columns] as a kernel takes it: itself where TMA can address it, else a copy with row
     pitch in multiples of 16 bytes. Strides of size-1 dimensions are made regular.
+
+    by_column: which of the last two dimensions the function wants contiguous (True: rows); by default the one
+    that is. pack: the packing kernel, if it is built. An expanded batch becomes one layer.
     """
     import torch
 
+    if x.stride(0) == 0:
+        x = x[:1]
     layers, rows, columns = x.shape
     batch, row, column = x.stride()
     size = x.element_size()
-    by_column = (
-        column != 1 and (row == 1 or rows == 1) and not (columns == 1 and row % (TMA_BYTES // size) == 0)
-    )
+    if by_column is None:
+        regular = columns == 1 and row % (TMA_BYTES // size) == 0
+        by_column = column != 1 and (row == 1 or rows == 1) and not regular
     strides = Strides(batch, row, column).normal(layers, rows, columns, column_major=by_column)
     inner, outer = (strides.row, strides.column) if by_column else (strides.column, strides.row)
-    fits = inner == 1 and not any(
-        value * size % TMA_BYTES for value in (outer, strides.batch)
-    ) and not x.data_ptr() % TMA_BYTES  # fmt: skip
-    if fits and outer > 0:
+    whole = not any(value * size % TMA_BYTES for value in (outer, strides.batch))
+    if inner == 1 and outer > 0 and whole and not x.data_ptr() % TMA_BYTES:
         wanted = (strides.batch, strides.row, strides.column)
         return x if wanted == (batch, row, column) else x.as_strided(x.shape, wanted)
     pitch = -(-(rows if by_column else columns) * size // TMA_BYTES) * TMA_BYTES // size
@@ -339,7 +342,7 @@ def packed(x: Any, pack: Callable[..., Any] | None = None) -> Any:
         pack(room.view(torch.int16), x.data_ptr(), batch, line, element, length, _pack_blocks(room.numel()))
     else:
         copy.copy_(x)
-    return packed(copy)
+    return packed(copy, by_column=by_column)
 
 
 def _pack_blocks(elements: int) -> int:

@@ -134,9 +134,12 @@ def test_resident_blocks_follow_from_what_a_block_takes() -> None:
     assert resident_blocks(replace(info, smem_bytes=1_000, registers=32, threads=128), GPU) == 4 * 16
 
 
+@pytest.mark.parametrize("by_column", [None, False, True])
 @pytest.mark.parametrize("shape", [(1, 5, 7), (2, 8, 16), (1, 1, 9), (3, 9, 1), (1, 1, 1)])
-@pytest.mark.parametrize("how", ["compact", "transposed", "apart", "odd start", "expanded"])
-def test_packed_can_be_addressed_by_tma(shape: tuple[int, int, int], how: str) -> None:
+@pytest.mark.parametrize("how", ["compact", "transposed", "apart", "odd start", "expanded", "one layer"])
+def test_packed_can_be_addressed_by_tma(
+    shape: tuple[int, int, int], how: str, by_column: bool | None
+) -> None:
     x = torch.randn(shape).half()
     if how == "transposed":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -146,10 +149,14 @@ def test_packed_can_be_addressed_by_tma(shape: tuple[int, int, int], how: str) -
         x = torch.randn(x.numel() + 1).half()[1:].view(shape)
     elif how == "expanded":
         x = x[:, :1].expand(shape)
-    y = packed(x)
-    assert torch.equal(x, y)
+    elif how == "one layer":
+        x = x[:1].expand(shape)
+    y = packed(x, by_column=by_column)
+    assert torch.equal(x, y.expand(shape))
     strides = y.stride()
     inner = 2 if strides[2] == 1 else 1
+    if by_column is not None:
+        inner = 1 if by_column else 2
     assert strides[inner] == 1
     assert y.data_ptr() % 16 == 0
     assert all(s % 8 == 0 and s > 0 for i, s in enumerate(strides) if i != inner)

@@ -1,0 +1,78 @@
+"""The runtime of own kernels on the virtual GPU: receives CPU tensors, launches what is built, executes its PTX.
+
+The same choosing, packing and calling as on a chip (kernels/runtime.py); only the device is another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kernels import device, family
+from kernels.libraries import Libraries
+from kernels.problem import Problem
+from kernels.runtime import Check, Operands, Runtime, _Ready
+from kernels.selector import Variant
+from kernels.virtual.host import host, on_device, run
+from kernels.virtual.machine import Options
+from kernels.virtual.report import Report
+
+
+class Misbehaved(RuntimeError):
+    """A kernel raced, hung or broke a protocol; the text is the report."""
+
+
+class VirtualRuntime(Runtime):
+    """One virtual GPU of an architecture, with `sms` SMs. One launch at a time."""
+
+    def __init__(
+        self,
+        arch: str,
+        *,
+        root: Path | None = None,
+        sms: int = 4,
+        schedules: int = 1,
+        detect: bool = False,
+        variants: Sequence[Variant] | None = None,
+        check: Check | None = None,
+    ) -> None:
+        libraries = Libraries(arch, root, stand_in=Path(host().path))
+        chip = replace(device.virtual(arch), sms=sms)
+        super().__init__(
+            chip, libraries=libraries, variants=variants or family.own(arch), check=check, place="cpu"
+        )
+        self.reports: list[Report] = []
+        self._options = Options(sms=sms, detect=detect)
+        self._schedules = schedules
+        self._tensors: dict[str, Any] = {}
+        self._launching = threading.Lock()
+
+    def launch(self, variant: Variant, problem: Problem, operands: Operands) -> None:
+        """Execute one own variant. Raises Misbehaved."""
+        with self._launching:
+            given = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
+            self._tensors = {name: x for name, x in given.items() if x is not None}
+            super().launch(variant, problem, operands)
+
+    def _load(self, name: str) -> _Ready:
+        ready = super()._load(name)
+        return replace(ready, call=self._executing(name, ready.call))
+
+    def _executing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        ptx = self.libraries.path(name, "ptx").read_text()
+
+        def execute(*arguments: Any) -> None:
+            tensors = [x for x in arguments if hasattr(x, "data_ptr")]
+            buffers = self._tensors | {f"argument {i}": x for i, x in enumerate(tensors)}
+            passed = [on_device(x) if hasattr(x, "data_ptr") else x for x in arguments]
+            report = run(
+                lambda: call(*passed), buffers, ptx, schedules_=self._schedules, options=self._options
+            )
+            self.reports.append(report)
+            if not report.ok:
+                raise Misbehaved(str(report))
+
+        return execute
