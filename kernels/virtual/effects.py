@@ -31,6 +31,8 @@ def address(e: Emit, mem: Operand, bits: int = 32) -> str:
         )
     if mem.offset:
         text = f"({text} {'+' if mem.offset > 0 else '-'} {abs(mem.offset)})"
+        if bits == 32 and not e.is_vec(mem.base):  # an index folded in may be negative: sums wrap
+            text = f"({text} & 0xffffffff)"
     return text
 
 

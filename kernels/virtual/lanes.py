@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -214,9 +215,7 @@ def clz(x: int, width: int) -> int:
 def fma(a: Any, b: Any, c: Any) -> Any:
     """a·b + c with one rounding (through fp64, where the product of two fp32 is exact)."""
     kind = a.dtype if isinstance(a, np.ndarray | np.generic) else b.dtype
-    wide = np.asarray(a, f64) * np.asarray(b, f64) + np.asarray(c, f64)
-    out = wide.astype(kind)
-    return out if out.ndim else out[()]
+    return (np.multiply(a, b, dtype=f64) + c).astype(kind)
 
 
 def directed(op: str, mode: str, *values: Any) -> Any:
@@ -245,17 +244,20 @@ def saturate(x: Any) -> Any:
     return out if out.ndim else out[()]
 
 
+@lru_cache(maxsize=256)
+def _tiled(value: int, kind: str) -> np.ndarray:
+    """A uniform word's parts, in every lane."""
+    return np.full(32, value, u64 if kind == "f32" else u32).view(FLOAT[kind])
+
+
 def packed(kind: str, function: Callable[..., Any], *values: Value) -> Value:
     """Apply to the two halves of each word (f16x2, bf16x2) or each pair (f32x2)."""
-    dtype = u64 if kind == "f32" else u32
-    uniform = all(isinstance(v, int) for v in values)
-    arrays = [np.atleast_1d(np.asarray(v, dtype)) for v in values]
-    if not uniform:
-        arrays = [np.ascontiguousarray(np.broadcast_to(a, (32,))) for a in arrays]
-    out = np.ascontiguousarray(function(*(a.view(FLOAT[kind]) for a in arrays)), dtype=FLOAT[kind]).view(
-        dtype
-    )
-    return int(out[0]) if uniform else out
+    parts = [_tiled(v, kind) if isinstance(v, int) else v.view(FLOAT[kind]) for v in values]
+    out = function(*parts)
+    if out.dtype != FLOAT[kind]:
+        out = out.astype(FLOAT[kind])
+    words = out.view(u64 if kind == "f32" else u32)
+    return words if any(isinstance(v, np.ndarray) for v in values) else int(words[0])
 
 
 def pack_f16x2(hi: Value, lo: Value) -> Value:

@@ -7,7 +7,7 @@ import re
 
 from kernels.virtual.ptx import Source
 
-_INIT = re.compile(r"mbarrier_init\w*\(\s*([A-Za-z_][\w.]*)")
+_INIT = re.compile(r"(?:mbarrier_)?init\w*\(\s*(?:self\.)?([A-Za-z_]\w*)")
 
 
 def barrier_in_source(source: Source | None) -> str | None:
