@@ -2,7 +2,7 @@
 
 Happens-before is kept as sets of *nodes*. A node is a stretch of a warp between two releases, or one
 asynchronous operation (each engine operation is a thread of its own). A warp's clock is the set of nodes
-whose effects it may rely on, kept as the bits of a Python int: joining clocks is `|`. Each four bytes of
+whose effects it may rely on, kept as the bits of a Python int: joining clocks is `|`. Each two bytes of
 memory remember who wrote them last and who has read them since.
 
 A warp counts as one thread: races between its own lanes are not seen. Memory is sequentially consistent here,
@@ -18,7 +18,7 @@ import numpy as np
 
 from kernels.virtual.report import Finding
 
-GRANULE = 4  # bytes
+GRANULE = 2  # bytes: neighbouring 16-bit elements may belong to different warps
 _MOST_FINDINGS = 16
 
 Clock = tuple[int, int]  # (nodes seen, nodes whose generic writes the async proxy may see)
@@ -50,8 +50,12 @@ class Shadow:
         self.writer: np.ndarray = np.zeros(granules, np.int32)
         self.readers: np.ndarray = np.zeros(granules, np.int32)  # number of a set of readers
 
+    def locate(self, granule: int) -> str:
+        """A place, for reports."""
+        return f"column {granule}" if self.writer.ndim == 2 else hex(self.base + granule * GRANULE)
+
     def fold(self, columns: int) -> None:
-        """Make it two-dimensional."""
+        """Make it two-dimensional: tensor memory, a column a word."""
         self.writer = self.writer.reshape(-1, columns)
         self.readers = self.readers.reshape(-1, columns)
 
@@ -150,13 +154,10 @@ class Detector:
         key = (kind, a.where, b.where)
         if key in self.findings or len(self.findings) >= _MOST_FINDINGS:
             return
-        granule = (
-            place.start
-            if isinstance(place, slice)
-            else int(np.min(place[0] if isinstance(place, tuple) else place))
-        )
+        where = place[-1] if isinstance(place, tuple) else place
+        granule = where.start if isinstance(where, slice) else int(np.min(where))
         text = (
-            f"{shadow.name} at {shadow.base + granule * GRANULE:#x}: {a.who} {did} at {a.where}, "
+            f"{shadow.name} at {shadow.locate(granule)}: {a.who} {did} at {a.where}, "
             f"then {b.who} {does} at {b.where}; missing edge: {missing}"
         )
         self.findings[key] = Finding(kind, text)

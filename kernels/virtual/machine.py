@@ -18,7 +18,7 @@ import numpy as np
 
 from kernels.virtual.barriers import MBarrier, Meeting
 from kernels.virtual.copies import Issue
-from kernels.virtual.detect import Clock, Detector, Shadow, join
+from kernels.virtual.detect import GRANULE, Clock, Detector, Shadow, join
 from kernels.virtual.memory import GlobalMemory, Parameter, Span
 from kernels.virtual.report import Fault, Finding, Run
 from kernels.virtual.tensor import COLUMNS, LANES
@@ -131,7 +131,7 @@ class Cta:
     def tmem_shadow(self) -> Shadow:
         """The detector's notes on tensor memory: a row a group of 16 lanes, a column a word."""
         if self._tmem_shadow is None:
-            shadow = Shadow(f"tensor memory of CTA {self.label}", LANES // 16 * COLUMNS * 4, 0)
+            shadow = Shadow(f"tensor memory of CTA {self.label}", LANES // 16 * COLUMNS * GRANULE, 0)
             shadow.fold(COLUMNS)
             self._tmem_shadow = shadow
         return self._tmem_shadow

@@ -1,0 +1,96 @@
+"""The race detector: pairs of accesses with and without the edge between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.virtual.detect import Detector, Shadow
+from tests.kernels.virtual.snippet import execute, good, kinds
+
+TWO_WARPS = """
+    mov.b32 %r1, smem; shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1;
+    and.b32 %r4, %r0, 31; shl.b32 %r5, %r4, 2; add.s32 %r5, %r1, %r5;
+    setp.eq.u32 %p1, %r2, 0; @!%p1 bra $SECOND;
+    st.shared.b32 [%r5], %r0;
+    {first}
+    bra $END;
+    $SECOND:
+    {second}
+    ld.shared.b32 %r6, [%r5];
+    $END:
+"""
+
+
+def test_a_write_and_a_read_without_a_barrier() -> None:
+    run = execute(TWO_WARPS.format(first="", second=""), np.zeros(1, np.uint32), block=64)
+    assert kinds(run) == {"race"}
+    text = str(run.findings[0])
+    assert "st.shared" in text
+    assert "ld.shared" in text
+    assert "warp 0" in text
+    assert "warp 1" in text
+    assert "missing edge" in text
+
+
+@pytest.mark.parametrize("barrier", ["barrier.sync 0;", "barrier.sync 3, 64;"])
+def test_a_barrier_orders(barrier: str) -> None:
+    good(execute(TWO_WARPS.format(first=barrier, second=barrier), np.zeros(1, np.uint32), block=64))
+
+
+def test_arrive_and_sync_order_one_way() -> None:
+    good(
+        execute(
+            TWO_WARPS.format(first="barrier.arrive 1, 64;", second="barrier.sync 1, 64;"),
+            np.zeros(1, np.uint32),
+            block=64,
+        )
+    )
+    swapped = TWO_WARPS.format(first="barrier.sync 1, 64;", second="barrier.arrive 1, 64;")
+    assert kinds(execute(swapped, np.zeros(1, np.uint32), block=64)) == {"race"}  # who arrives doesn't wait
+
+
+def test_warps_may_write_neighbouring_halves() -> None:
+    body = """
+    mul.wide.u32 %d60, %r0, 2; add.s64 %d61, %d0, %d60; cvt.u16.u32 %h1, %r0; st.global.b16 [%d61], %h1;
+    """
+    out = np.zeros(64, np.uint16)
+    good(execute(body, out, block=64))
+    np.testing.assert_array_equal(out, np.arange(64))
+
+
+def test_two_ctas_write_one_word() -> None:
+    run = execute("st.global.b32 [%d0], 1;".replace("1;", "%r0;"), np.zeros(1, np.uint32), grid=(2, 1, 1))
+    assert kinds(run) == {"race"}
+
+
+def test_flags_in_global_memory_order() -> None:
+    """Release and acquire on a flag order plain accesses between CTAs."""
+    body = """
+    mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 0; @!%p1 bra $READER;
+    st.global.b32 [%d0], %r0; bar.sync 0; mov.b32 %r4, 1; st.release.gpu.global.b32 [%d0+4], %r4; bra $END;
+    $READER: ld.acquire.gpu.global.b32 %r3, [%d0+4]; setp.eq.u32 %p2, %r3, 0; @%p2 bra $READER;
+    ld.global.b32 %r5, [%d0];
+    $END:
+    """
+    good(execute(body, np.zeros(2, np.uint32), grid=(2, 1, 1)))
+    plain = body.replace("st.release.gpu", "st").replace("ld.acquire.gpu", "ld")
+    assert "race" in kinds(execute(plain, np.zeros(2, np.uint32), grid=(2, 1, 1)))
+
+
+def test_readers_are_kept_until_a_write_follows_them_all() -> None:
+    detector = Detector()
+    shadow = Shadow("x", 64, 0)
+    place = slice(0, 4)
+    nodes = [detector.node() for _ in range(3)]
+    numbers = [detector.access(n, 0, True, f"warp {n}", "here") for n in nodes]
+    detector.read(shadow, place, numbers[0], (1 << nodes[0], 0))
+    detector.read(shadow, place, numbers[1], (1 << nodes[1], 0))
+    both = 1 << nodes[0] | 1 << nodes[1]
+    detector.write(shadow, place, numbers[2], (1 << nodes[0] | 1 << nodes[2], 0))
+    assert len(detector.findings) == 1  # the second reader isn't known
+    fresh = Shadow("y", 64, 0)
+    detector.read(fresh, place, numbers[0], (1 << nodes[0], 0))
+    detector.read(fresh, place, numbers[1], (both, 0))
+    detector.write(fresh, place, numbers[2], (both | 1 << nodes[2], 0))
+    assert len(detector.findings) == 1

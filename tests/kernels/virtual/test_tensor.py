@@ -1,0 +1,175 @@
+"""Tensor cores and tensor memory, from descriptors to accumulators."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.virtual.machine import EARLY, LATE, Schedule
+from kernels.virtual.tensormap import swizzle
+from tests.kernels.virtual.snippet import execute, good, kinds
+
+SCHEDULES = [EARLY, LATE, Schedule("random", 2)]
+
+
+def staged(values: np.ndarray, offset: int) -> np.ndarray:
+    """Bytes of a K-major operand of 16 columns under the 128-byte swizzle, rows at a pitch of 128 bytes."""
+    rows = values.shape[0]
+    out = np.zeros(rows * 128, np.uint8)
+    logical = np.arange(rows)[:, None] * 128 + np.arange(32)[None, :] + offset
+    out[swizzle(logical, 128) - offset] = values.astype(np.float16).view(np.uint8).reshape(rows, 32)
+    return out
+
+
+def descriptor(offset: int) -> int:
+    return offset >> 4 | 1 << 16 | (1024 >> 4) << 32 | 2 << 61
+
+
+A_AT, B_AT = 1024, 1024 + 128 * 128
+IDESC = 1 << 4 | (64 >> 3) << 17 | (128 >> 4) << 24  # fp16, fp32 accumulator, 128 x 64
+COPY = """
+    mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
+    $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
+    add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
+    add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, 24576; @%p1 bra $C;
+    {fence}
+    shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1; add.s32 %r8, %r1, 24576; add.s32 %r9, %r1, 24592;
+    setp.ne.u32 %p2, %r2, 0; @%p2 bra $READY;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 64;
+    elect.sync %r21|%p3, -1; @!%p3 bra $READY;
+    mbarrier.init.shared.b64 [%r9], 1;
+    $READY: bar.sync 0; ld.shared.b32 %r10, [%r8];
+    @%p2 bra $LOAD;
+    elect.sync %r21|%p3, -1; @!%p3 bra $LOAD;
+    mov.b64 %d30, {a}; mov.b64 %d31, {b}; mov.b32 %r11, {idesc}; setp.ne.u32 %p4, %r1, %r1; setp.eq.u32 %p5, %r1, %r1;
+    tcgen05.mma.cta_group::1.kind::f16 [%r10], %d30, %d31, %r11, %p4;
+    tcgen05.mma.cta_group::1.kind::f16 [%r10], %d30, %d31, %r11, %p5;
+    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];
+    $LOAD:
+    {wait}
+    tcgen05.fence::after_thread_sync;
+    shl.b32 %r12, %r2, 21; add.s32 %r12, %r12, %r10; mov.b32 %r13, 0;
+    $L: add.s32 %r14, %r12, %r13;
+    tcgen05.ld.sync.aligned.32x32b.x2.b32 {{%r30, %r31}}, [%r14];
+    tcgen05.wait::ld.sync.aligned;
+    shl.b32 %r15, %r0, 6; add.s32 %r15, %r15, %r13; mul.wide.u32 %d22, %r15, 4; add.s64 %d22, %d22, %d0;
+    st.global.v2.b32 [%d22], {{%r30, %r31}};
+    add.s32 %r13, %r13, 2; setp.lt.u32 %p6, %r13, 64; @%p6 bra $L;
+    bar.sync 0; @%p2 bra $END;
+    {free}
+    $END:
+"""
+PARTS = {
+    "fence": "fence.proxy.async.shared::cta;",
+    "wait": "$W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0; @!%p9 bra $W;",
+    "free": "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;",
+    "a": str(descriptor(A_AT)),
+    "b": str(descriptor(B_AT)),
+    "idesc": str(IDESC),
+}
+
+
+def multiply(schedule: Schedule = LATE, **changes: str) -> tuple[object, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    a, b = random.integers(-3, 4, (128, 16)), random.integers(-3, 4, (64, 16))
+    data = np.concatenate([staged(a, A_AT), staged(b, B_AT)])
+    out = np.zeros((128, 64), np.float32)
+    run = execute(COPY.format(**(PARTS | changes)), out, data, block=128, smem=24_700, schedule=schedule)
+    return run, out, 2 * (a @ b.T)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_two_mmas_accumulate(schedule: Schedule) -> None:
+    run, out, expected = multiply(schedule)
+    good(run)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "kind"),
+    [
+        ("fence", "", "proxy fence"),
+        ("wait", "", "race"),
+        ("free", "", "tensor memory"),
+        ("free", "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 32;", "tensor memory"),
+        ("idesc", str(IDESC & ~(31 << 24) | 6 << 24), "protocol"),
+        ("idesc", str(IDESC & ~(63 << 17) | 16 << 17), "bounds"),
+    ],
+)
+def test_faults(part: str, text: str, kind: str) -> None:
+    run, *_ = multiply(EARLY, **{part: text})
+    assert kind in kinds(run)
+
+
+def test_queues_of_two_threads_are_independent() -> None:
+    """Warp 1 commits for what warp 0 issued: a random order shows that it doesn't hold."""
+    body = PARTS | {
+        "wait": """
+        setp.ne.u32 %p10, %r2, 1; @%p10 bra $W; elect.sync %r21|%p3, -1; @!%p3 bra $W;
+        tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];
+        $W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0; @!%p9 bra $W;"""
+    }
+    first = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];\n    $LOAD:"
+    text = COPY.replace(first, "$LOAD:").format(**body)
+    data = np.zeros(24576, np.uint8)
+    run = execute(text, np.zeros((128, 64), np.float32), data, block=128, smem=24_700)
+    assert "race" in kinds(run)
+
+
+def test_a_warp_reaches_its_own_quarter_only() -> None:
+    body = """
+    mov.b32 %r1, smem; shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1;
+    setp.ne.u32 %p2, %r2, 0; @%p2 bra $READY;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
+    $READY: bar.sync 0; mov.b32 %r3, 0x200000;
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r3];
+    tcgen05.wait::ld.sync.aligned;
+    """
+    run = execute(body, np.zeros(1, np.uint32), block=64)
+    assert "tensor memory" in kinds(run)
+    assert "quarter" in str(run.findings[0])
+
+
+@pytest.mark.parametrize("shape", ["32x32b.x8", "16x128b.x4", "16x256b.x2"])
+def test_stores_and_loads_of_tensor_memory_are_inverse(shape: str) -> None:
+    out = np.zeros((8, 32), np.uint32)
+    regs = ", ".join(f"%r{40 + n}" for n in range(8))
+    back = ", ".join(f"%r{60 + n}" for n in range(8))
+    fill = "".join(f"add.s32 %r{40 + n}, %r0, {100 * n};" for n in range(8))
+    keep = "".join(f"st.global.b32 [%d61+{128 * n}], %r{60 + n};" for n in range(8))
+    body = f"""
+    mov.b32 %r1, smem; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; ld.shared.b32 %r2, [%r1];
+    {fill}
+    tcgen05.st.sync.aligned.{shape}.b32 [%r2], {{{regs}}}; tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.sync.aligned.{shape}.b32 {{{back}}}, [%r2]; tcgen05.wait::ld.sync.aligned;
+    mul.wide.u32 %d60, %r0, 4; add.s64 %d61, %d0, %d60; {keep}
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+    """
+    good(execute(body, out))
+    np.testing.assert_array_equal(out, np.arange(32) + 100 * np.arange(8)[:, None])
+
+
+def test_wgmma_fragments() -> None:
+    """m64n8k16: registers 4j+{0,1} hold row lane/4, columns 8j+2(lane%4)+{0,1}; {2,3} row + 8."""
+    random = np.random.default_rng(0)
+    a, b = random.integers(-3, 4, (64, 16)), random.integers(-3, 4, (8, 16))
+    data = np.concatenate([staged(a, 1024), staged(b, 1024 + 8192)])
+    out = np.zeros((64, 8), np.float32)
+    sm90 = [(at >> 4) | 1 << 16 | 64 << 32 | 1 << 62 for at in (1024, 1024 + 8192)]
+    body = f"""
+    mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
+    $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
+    add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
+    add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, 9216; @%p1 bra $C;
+    fence.proxy.async.shared::cta; bar.sync 0;
+    mov.b64 %d30, {sm90[0]}; mov.b64 %d31, {sm90[1]}; setp.ne.u32 %p4, %r1, %r1;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%r40, %r41, %r42, %r43}}, %d30, %d31, %p4, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+    shr.u32 %r8, %r0, 5; shl.b32 %r8, %r8, 4; and.b32 %r9, %r0, 31; shr.u32 %r10, %r9, 2; add.s32 %r8, %r8, %r10;
+    shl.b32 %r8, %r8, 3; and.b32 %r9, %r0, 3; shl.b32 %r9, %r9, 1; add.s32 %r8, %r8, %r9;
+    mul.wide.u32 %d40, %r8, 4; add.s64 %d40, %d40, %d0;
+    st.global.v2.b32 [%d40], {{%r40, %r41}}; st.global.v2.b32 [%d40+256], {{%r42, %r43}};
+    """
+    good(execute(body, out, data, block=128, smem=10_240, target="sm_90a"))
+    np.testing.assert_array_equal(out, a @ b.T)
