@@ -1,0 +1,61 @@
+"""Step 9 as built, on the virtual GPU: one product in `make test`, the arithmetic of the family in CI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kernels.blackwell.tilings import BIG, BIG_DYNAMIC, SMALL
+from kernels.blackwell.variants import Variant
+from kernels.build import build
+from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
+
+pytest.importorskip("cutlass")
+
+from kernels.virtual import Options
+from kernels.virtual.subject import Case, Subject
+
+ARCH = "sm_100a"
+F16, BF16, F32 = DType.FP16, DType.BF16, DType.FP32
+RAGGED = Problem(536, 280, 200, trans_b=True)  # two tiles of 512×256 and more, K past two stages
+
+
+def verify(variant: Variant, problem: Problem, *, schedules: int = 3, sms: int = 4) -> None:
+    """Build the function, run it, compare with the reference."""
+    name = variant.function(problem)
+    build(ARCH, only=name)
+    case = Case(9, name, problem, variant)
+    outcome = Subject(ARCH).verify(case, schedules=schedules, options=Options(sms=sms))
+    assert outcome.ok, f"{case}\n{outcome.text()}"
+    assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
+
+
+def test_the_product_is_right_under_every_schedule() -> None:
+    verify(Variant(BIG), replace(RAGGED, m=264, n=136, k=320))
+
+
+def family() -> Iterator[tuple[Variant, Problem]]:
+    """Each kind of choice at least once: tilings, layouts, types, outputs, epilogues, batches."""
+    everything = Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N, activation=Activation.RELU)
+    yield Variant(BIG), RAGGED
+    yield Variant(BIG), replace(RAGGED, epilogue=everything)
+    yield Variant(BIG), replace(RAGGED, out_dtype=F32, dtype=BF16, epilogue=everything)  # C by plain loads
+    yield Variant(BIG), replace(RAGGED, m=200, epilogue=Epilogue(alpha=0.0, bias=BiasDim.M))
+    yield Variant(BIG), replace(RAGGED, m=40, n=72, epilogue=Epilogue(activation=Activation.GELU))
+    yield Variant(BIG), replace(RAGGED, m=40, n=72, epilogue=Epilogue(activation=Activation.SILU))
+    yield Variant(BIG), replace(RAGGED, trans_a=True, trans_b=False)
+    yield Variant(BIG_DYNAMIC), replace(RAGGED, m=1100, n=520, k=72)
+    yield Variant(BIG_DYNAMIC), replace(RAGGED, batch=3, out_dtype=F32, epilogue=Epilogue(beta=1.0, c=True))
+    yield Variant(SMALL), replace(RAGGED, m=528, k=456, trans_a=True)
+    yield Variant(SMALL), replace(RAGGED, batch=2, dtype=BF16, out_dtype=BF16, trans_b=False)
+    yield Variant(SMALL, plain=True), replace(RAGGED, m=300, n=281, k=72, epilogue=everything)
+    yield Variant(SMALL, plain=True), replace(RAGGED, m=41, n=37, out_dtype=BF16, batch=2)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("variant", "problem"), list(family()), ids=lambda x: getattr(x, "name", None))
+def test_the_family_is_right_under_every_schedule(variant: Variant, problem: Problem) -> None:
+    verify(variant, problem)
