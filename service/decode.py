@@ -197,11 +197,10 @@ def allocate(services: Parts, nbytes: int, *, owner: str, state: str) -> Slot:
         return services.slots.allocate(nbytes, owner=owner, state=state)
 
 
-class _Decoder:
-    """One request on its way; holds what must be given back if it is refused."""
+class Operands:
+    """What one request holds while it is decoded, to be given back if it is refused."""
 
-    def __init__(self, transfer: Transfer, services: Parts, owner: str, arrived: float) -> None:
-        self.transfer = transfer
+    def __init__(self, services: Parts, owner: str, arrived: float) -> None:
         self.services = services
         self.limits = services.settings
         self.owner = owner
@@ -216,109 +215,8 @@ class _Decoder:
         if self.out is not None:
             self.out.release()
 
-    # -- the three forms --------------------------------------------
-
-    async def from_raw(self, query: bytes) -> GemmRequest:
-        """A‖B‖C‖bias, each as long as the query says."""
-        fields = query_fields(query)
-        self.transfer.bound(self.limits.max_body_bytes)
-        tensors = await self._pin_references(fields)
-        here = _raw_tensors(fields, tensors, self.transfer.content_length)
-        total = sum(tensor.nbytes for tensor in here.values())
-        self._bound_total(total)
-        length = self.transfer.content_length
-        if length is not None and length != total:
-            raise ServiceError(
-                "malformed",
-                f"the body has {length} bytes, the shapes in the query take {total}",
-                field="body",
-            )
-        made = plan(fields, tensors | here, self.limits)
-        await self._receive(here, made)
-        return self._request(fields, made, "raw", _handle(fields.out))
-
-    async def from_safetensors(self, query: bytes) -> GemmRequest:
-        """A header, then the tensors in any order."""
-        fields = query_fields(query)
-        for name in _RAW_ONLY:
-            if getattr(fields, name) is not None:
-                raise unfit(name, f"goes with {RAW}; safetensors says shape and dtype itself")
-        self.transfer.bound(self.limits.max_body_bytes)
-        tensors = await self._pin_references(fields)
-        length = safetensors.header_length(await self.transfer.read(safetensors.LENGTH))
-        header = safetensors.parse(await self.transfer.read(length), names=NAMES)
-        here = {entry.name: entry.tensor for entry in header.entries}
-        self._bound_total(header.nbytes)
-        _check_present(tensors, here)
-        made = plan(fields, tensors | here, self.limits)
-        await self._receive(here, made)
-        return self._request(fields, made, "safetensors", _handle(fields.out))
-
-    async def from_json(self, query: bytes) -> GemmRequest:
-        """Operands as numbers, base64 or handles."""
-        for name in parse_query(query):
-            raise unfit(name[:64], "stands in the JSON body, not in the query")
-        limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
-        self.transfer.bound(limit)
-        short = bytearray(min(_LARGE_JSON, self.transfer.content_length or _LARGE_JSON))
-        nbytes = await self.transfer.fill(memoryview(short))
-        if not await self.transfer.more():
-            del short[nbytes:]
-            return await self._json_request(short, _run)
-        # A large text waits in the arena, and one at a time is parsed: its objects are many times its size.
-        length = limit if self.transfer.content_length is None else self.transfer.content_length
-        slot = allocate(self.services, length, owner=self.owner, state="request")
-        try:
-            view = slot.view(length)
-            view[:nbytes] = short
-            del short
-            nbytes += await self.transfer.fill(view[nbytes:])
-            if await self.transfer.more():
-                raise ServiceError("too_large", "the body is above the limit", field="body", limit=limit)
-            async with _parsing():
-                return await self._json_request(view[:nbytes], asyncio.to_thread)
-        finally:
-            slot.release()
-
-    async def _json_request(self, text: bytearray | memoryview, run: Run) -> GemmRequest:
-        body = validate(GemmBody, await run(numbers.loads, text))
-        tensors: dict[str, Tensor] = {}
-        data: dict[str, Any] = {}
-        for name in NAMES:
-            operand = getattr(body, name)
-            if isinstance(operand, Handle):
-                tensors[name] = await self._pin(name, operand.handle)
-            elif isinstance(operand, Base64):
-                decoded = partial(numbers.base64, operand.model_dump(), field=name)
-                tensors[name], data[name] = await run(decoded)
-        for name in NAMES:
-            operand = getattr(body, name)
-            if isinstance(operand, list):
-                dtype = given_dtype(tensors)
-                if name in ("c", "bias"):  # cast to the compute type anyway, so nothing is lost on the way
-                    dtype = "fp64" if dtype == "fp64" else "fp32"
-                array = await run(partial(numbers.array, operand, dtype, field=name))
-                tensors[name], data[name] = Tensor(dtype, array.shape), array
-        made = plan(body, tensors, self.limits)
-        self._place({name: tensors[name] for name in data}, made)
-        for name, source in data.items():
-            view = self.bounds[name].view()
-            view[:] = source if isinstance(source, bytes) else source.reshape(-1).view("u1").data
-        handle = body.out.handle if isinstance(body.out, Handle) else None
-        return self._request(body, made, "json", handle)
-
-    # -- parts --------------------------------------------
-
-    async def _pin_references(self, fields: GemmQuery) -> dict[str, Tensor]:
-        """Tensors of the operands that are named rather than sent."""
-        tensors = {}
-        for name in NAMES:
-            handle = _handle(getattr(fields, name))
-            if handle is not None:
-                tensors[name] = await self._pin(name, handle)
-        return tensors
-
-    async def _pin(self, name: str, handle: str) -> Tensor:
+    async def pin(self, name: str, handle: str) -> Tensor:
+        """Take a stored tensor as the operand `name`."""
         try:
             pin = await self.services.store.pin(self.owner, handle)
         except ServiceError as error:
@@ -327,15 +225,7 @@ class _Decoder:
         self.bounds[name] = Bound(pin.operand, None, pin.release)
         return Tensor(pin.operand.dtype, tuple(pin.operand.shape))
 
-    def _bound_total(self, nbytes: int) -> None:
-        """Bound a body whose length only its shapes tell."""
-        if nbytes > self.limits.max_body_bytes:
-            limit = self.limits.max_body_bytes
-            raise ServiceError(
-                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
-            )
-
-    def _place(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
+    def place(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
         """Take memory for the operands, one slot, and for D, another."""
         offsets, total = {}, 0
         for name, tensor in tensors.items():
@@ -352,12 +242,8 @@ class _Decoder:
             self.bounds[name] = Bound(operand, slot.hold(), slot.release)
         slot.release()
 
-    async def _receive(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
-        self._place(tensors, made)
-        await self.transfer.receive_into(*(self.bounds[name].view() for name in tensors))
-        await self.transfer.finish()
-
-    def _request(self, fields: GemmFields, made: Plan, form: Form, out_handle: str | None) -> GemmRequest:
+    def request(self, fields: GemmFields, made: Plan, form: Form, out_handle: str | None) -> GemmRequest:
+        """All operands are there: what is to be computed."""
         params = Params(
             out_dtype=made.out.dtype,
             trans_a=fields.trans_a,
@@ -390,7 +276,130 @@ class _Decoder:
         )
 
 
-def _handle(reference: str | None) -> str | None:
+class _Decoder(Operands):
+    """One request on its way in over HTTP."""
+
+    def __init__(self, transfer: Transfer, services: Parts, owner: str, arrived: float) -> None:
+        super().__init__(services, owner, arrived)
+        self.transfer = transfer
+
+    # -- the three forms --------------------------------------------
+
+    async def from_raw(self, query: bytes) -> GemmRequest:
+        """A‖B‖C‖bias, each as long as the query says."""
+        fields = query_fields(query)
+        self.transfer.bound(self.limits.max_body_bytes)
+        tensors = await self._pin_references(fields)
+        here = raw_tensors(fields, tensors, self.transfer.content_length)
+        total = sum(tensor.nbytes for tensor in here.values())
+        self._bound_total(total)
+        length = self.transfer.content_length
+        if length is not None and length != total:
+            raise ServiceError(
+                "malformed",
+                f"the body has {length} bytes, the shapes in the query take {total}",
+                field="body",
+            )
+        made = plan(fields, tensors | here, self.limits)
+        await self._receive(here, made)
+        return self.request(fields, made, "raw", handle_in(fields.out))
+
+    async def from_safetensors(self, query: bytes) -> GemmRequest:
+        """A header, then the tensors in any order."""
+        fields = query_fields(query)
+        for name in _RAW_ONLY:
+            if getattr(fields, name) is not None:
+                raise unfit(name, f"goes with {RAW}; safetensors says shape and dtype itself")
+        self.transfer.bound(self.limits.max_body_bytes)
+        tensors = await self._pin_references(fields)
+        length = safetensors.header_length(await self.transfer.read(safetensors.LENGTH))
+        header = safetensors.parse(await self.transfer.read(length), names=NAMES)
+        here = {entry.name: entry.tensor for entry in header.entries}
+        self._bound_total(header.nbytes)
+        _check_present(tensors, here)
+        made = plan(fields, tensors | here, self.limits)
+        await self._receive(here, made)
+        return self.request(fields, made, "safetensors", handle_in(fields.out))
+
+    async def from_json(self, query: bytes) -> GemmRequest:
+        """Operands as numbers, base64 or handles."""
+        for name in parse_query(query):
+            raise unfit(name[:64], "stands in the JSON body, not in the query")
+        limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
+        self.transfer.bound(limit)
+        short = bytearray(min(_LARGE_JSON, self.transfer.content_length or _LARGE_JSON))
+        nbytes = await self.transfer.fill(memoryview(short))
+        if not await self.transfer.more():
+            del short[nbytes:]
+            return await self._json_request(short, _run)
+        # A large text waits in the arena, and one at a time is parsed: its objects are many times its size.
+        length = limit if self.transfer.content_length is None else self.transfer.content_length
+        slot = allocate(self.services, length, owner=self.owner, state="request")
+        try:
+            view = slot.view(length)
+            view[:nbytes] = short
+            del short
+            nbytes += await self.transfer.fill(view[nbytes:])
+            if await self.transfer.more():
+                raise ServiceError("too_large", "the body is above the limit", field="body", limit=limit)
+            async with parsing():
+                return await self._json_request(view[:nbytes], asyncio.to_thread)
+        finally:
+            slot.release()
+
+    async def _json_request(self, text: bytearray | memoryview, run: Run) -> GemmRequest:
+        body = validate(GemmBody, await run(numbers.loads, text))
+        tensors: dict[str, Tensor] = {}
+        data: dict[str, Any] = {}
+        for name in NAMES:
+            operand = getattr(body, name)
+            if isinstance(operand, Handle):
+                tensors[name] = await self.pin(name, operand.handle)
+            elif isinstance(operand, Base64):
+                decoded = partial(numbers.base64, operand.model_dump(), field=name)
+                tensors[name], data[name] = await run(decoded)
+        for name in NAMES:
+            operand = getattr(body, name)
+            if isinstance(operand, list):
+                dtype = given_dtype(tensors)
+                if name in ("c", "bias"):  # cast to the compute type anyway, so nothing is lost on the way
+                    dtype = "fp64" if dtype == "fp64" else "fp32"
+                array = await run(partial(numbers.array, operand, dtype, field=name))
+                tensors[name], data[name] = Tensor(dtype, array.shape), array
+        made = plan(body, tensors, self.limits)
+        self.place({name: tensors[name] for name in data}, made)
+        for name, source in data.items():
+            view = self.bounds[name].view()
+            view[:] = source if isinstance(source, bytes) else source.reshape(-1).view("u1").data
+        handle = body.out.handle if isinstance(body.out, Handle) else None
+        return self.request(body, made, "json", handle)
+
+    # -- parts --------------------------------------------
+
+    async def _pin_references(self, fields: GemmQuery) -> dict[str, Tensor]:
+        """Tensors of the operands that are named rather than sent."""
+        tensors = {}
+        for name in NAMES:
+            handle = handle_in(getattr(fields, name))
+            if handle is not None:
+                tensors[name] = await self.pin(name, handle)
+        return tensors
+
+    def _bound_total(self, nbytes: int) -> None:
+        """Bound a body whose length only its shapes tell."""
+        if nbytes > self.limits.max_body_bytes:
+            limit = self.limits.max_body_bytes
+            raise ServiceError(
+                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
+            )
+
+    async def _receive(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
+        self.place(tensors, made)
+        await self.transfer.receive_into(*(self.bounds[name].view() for name in tensors))
+        await self.transfer.finish()
+
+
+def handle_in(reference: str | None) -> str | None:
     """The name in `handle:NAME`."""
     return reference.removeprefix("handle:") if reference and reference.startswith("handle:") else None
 
@@ -403,7 +412,7 @@ def _check_present(pinned: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> 
             raise unfit(name, "is missing: send it, or name a handle")
 
 
-def _raw_tensors(fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | None) -> dict[str, Tensor]:
+def raw_tensors(fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | None) -> dict[str, Tensor]:
     """Tensors in the body, in their order there."""
     default: str | None = fields.dtype or next(
         (pinned[name].dtype for name in ("a", "b") if name in pinned), None
@@ -451,7 +460,7 @@ async def _run(work: Callable[..., Any], *args: Any) -> Any:
     return work(*args)
 
 
-def _parsing() -> asyncio.Semaphore:
+def parsing() -> asyncio.Semaphore:
     """This loop's turn to parse a large text."""
     loop = asyncio.get_running_loop()
     if loop not in _turns:
