@@ -28,14 +28,14 @@ from service.handle import Times
 from service.jobs import Jobs
 from service.keys import Keys
 from service.metrics import Metrics
-from service.routes import gemm, info, jobs, schema, tensors
+from service.routes import gemm, inference, info, jobs, schema, tensors
 from service.routes.plain import Shortcut
 from service.services import Services
 from service.settings import Settings
 from service.store import TensorStore
 from service.supervisor import Options, Supervisor
 
-_ROUTERS = (gemm.router, tensors.router, jobs.router, info.router)
+_ROUTERS = (gemm.router, tensors.router, jobs.router, inference.router, info.router)
 _DOCS = Path(fastapi_offline.__file__).parent / "static"
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from service import logs
 from service.errors import CODES, ServiceError
+from service.inference.errors import status_of
 from service.keys import ANONYMOUS, Keys, Principal
 from service.settings import Settings, SettingsError
 from service.traces import Tracer
@@ -284,16 +285,18 @@ def _from_validation(error: Any) -> ServiceError:
 def render(problem: ServiceError, request_id: str, path: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Status, headers and body of a refusal: problem+json, under /v2 that protocol's own form."""
     if path.startswith("/v2"):
+        status = status_of(problem)
         body = json.dumps({"error": problem.detail}).encode()
         media = b"application/json"
     else:
+        status = problem.status
         body = problem.body(request_id)
         media = b"application/problem+json"
     headers = [(b"content-type", media), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode("latin-1")) for name, value in problem.headers.items()]
     if problem.retry_after is not None:
         headers.append((b"retry-after", str(max(1, round(problem.retry_after + 0.5))).encode()))
-    return problem.status, headers, body
+    return status, headers, body
 
 
 def wanted_scope(path: str) -> str | None:

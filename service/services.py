@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from service.inference.state import State
 
 if TYPE_CHECKING:
     from service.arena import Arena, Slots
@@ -27,3 +29,4 @@ class Services:
     supervisor: Supervisor
     store: TensorStore
     jobs: Jobs
+    inference: State = field(default_factory=State)

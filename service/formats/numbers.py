@@ -128,6 +128,14 @@ def dumps(values: NDArray[Any]) -> Iterator[bytes]:
     yield b"]"
 
 
+def bare(values: NDArray[Any]) -> bytes:
+    """A flat array's elements, no brackets, NaN and infinities bare: what the inference protocol's clients read."""
+    wide = values.astype(np.float64)
+    if np.isfinite(wide).all():
+        return msgspec.json.encode(wide.tolist())[1:-1]
+    return json.dumps(wide.tolist()).encode()[1:-1]
+
+
 def _text(values: NDArray[Any]) -> bytes:
     wide = values.astype(np.float64)
     if np.isfinite(wide).all():

@@ -28,6 +28,12 @@ _PROBLEM: dict[str, Any] = {
     },
 }
 _CONTENT = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+#: The inference protocol has an error form of its own.
+_ERROR: dict[str, Any] = {
+    "application/json": {
+        "schema": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    }
+}
 
 
 def finish(document: dict[str, Any]) -> dict[str, Any]:
@@ -38,22 +44,22 @@ def finish(document: dict[str, Any]) -> dict[str, Any]:
     for name, schema in parts.items():
         schemas.setdefault(name, schema)
     schemas["Problem"] = _PROBLEM
-    for operation in _operations(document):
+    for content, operation in _operations(document):
         responses: dict[str, Any] = operation.setdefault("responses", {})
         for status, response in responses.items():
             if status.startswith(("4", "5")):
-                response["content"] = _CONTENT
-        responses["default"] = {"description": "A refusal", "content": _CONTENT}
+                response["content"] = content
+        responses["default"] = {"description": "A refusal", "content": content}
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     return document
 
 
-def _operations(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All but those of the inference protocol, which has an error form of its own."""
+def _operations(document: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every operation with the form of its refusals."""
     for path, operations in document["paths"].items():
-        if not path.startswith("/v2"):
-            yield from operations.values()
+        for operation in operations.values():
+            yield _ERROR if path.startswith("/v2") else _CONTENT, operation
 
 
 def _collect(value: Any, parts: dict[str, Any]) -> None:

@@ -41,8 +41,9 @@ def test_refusals_are_problems(document: dict[str, Any]) -> None:
         for method, operation in operations.items():
             refusals = {k: v for k, v in operation["responses"].items() if k == "default" or k[0] in "45"}
             assert "default" in refusals, (method, path)
+            form = "application/json" if path.startswith("/v2") else "application/problem+json"
             for response in refusals.values():
-                assert list(response["content"]) == ["application/problem+json"]
+                assert list(response["content"]) == [form]
     assert "not_found" in document["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]
 
 

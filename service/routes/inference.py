@@ -1,0 +1,240 @@
+"""/v2, the Open Inference Protocol: receives requests of its clients, hands on documents and products.
+
+The forms are that protocol's own, so that its clients work unmodified: any status but 200 is a failure to them,
+errors read {"error": …}, and no body needs a Content-Type.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.types import Receive, Scope, Send
+
+from service.decode import GemmRequest, Operands
+from service.errors import ServiceError
+from service.formats import numbers
+from service.inference import reply
+from service.inference.decode import decode
+from service.inference.models import MODELS, Model
+from service.inference.statistics import Times
+from service.keys import Principal
+from service.reply import send_json
+from service.routes.gemm import submit_or_leave, work_of
+from service.routes.plain import PlainApp, PlainRoute
+from service.services import Services
+from service.transfer import Transfer
+
+router = APIRouter(route_class=PlainRoute, prefix="/v2", tags=["inference"])
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+)
+
+#: Bodies of the small requests: names and flags.
+_SMALL = 1 << 16
+
+
+def route(method: str, path: str, summary: str, application: PlainApp, **options: Any) -> None:
+    """Serve `application` at a path; the endpoint only stands in the OpenAPI document."""
+
+    async def endpoint() -> None:
+        raise AssertionError("plain")
+
+    endpoint.plain = application  # type: ignore[attr-defined]
+    words = path.replace("{", "").replace("}", "").strip("/").split("/")
+    name = "_".join(["v2", *words, method.lower()])
+    options.setdefault("responses", {200: {"content": {"application/json": {}}}})
+    router.add_api_route(
+        path, endpoint, methods=[method], summary=summary, name=name, response_model=None, **options
+    )
+
+
+def _services(scope: Scope) -> Services:
+    services: Services = scope["app"].state.services
+    return services
+
+
+def _named(scope: Scope) -> tuple[str, str]:
+    """Model and version in the path."""
+    return scope["path_params"]["model"], scope["path_params"].get("version", "")
+
+
+# -- infer ------------------------------------------------------------------------------------------------
+
+
+async def _infer(scope: Scope, receive: Receive, send: Send) -> None:
+    services = _services(scope)
+    model = services.inference.repository.ready(*_named(scope))
+    started = time.perf_counter()
+    try:
+        times = await _answer(services, model, Transfer.of(scope, receive, send))
+    except BaseException:
+        services.inference.statistics.failed(model, time.perf_counter() - started)
+        raise
+    services.inference.statistics.succeeded(model, times, time.time())
+
+
+async def _answer(services: Services, model: Model, transfer: Transfer) -> Times:
+    """The way of a request: decode, admit … kernel, reply."""
+    state: dict[str, Any] = transfer.scope["state"]
+    principal: Principal = state["principal"]
+    started = time.perf_counter()
+    operands = Operands(services, principal.owner, time.monotonic())
+    try:
+        inference, request = await decode(transfer, operands, model)
+        work = work_of(services, request, principal)
+    except BaseException:
+        operands.release()
+        raise
+    decoded = time.perf_counter()
+    try:
+        outcome = await submit_or_leave(services, transfer, work)
+        computed = time.perf_counter()
+        kept = None
+        if request.out_handle is not None:
+            kept = await _keep(services, request, request.out_handle, principal)
+        await reply.send(transfer, inference, request, outcome, kept)
+    finally:
+        if not transfer.started:
+            request.out.release()
+    ended = time.perf_counter()
+    state["stages"] |= {"decode": decoded - started, "kernel": computed - decoded, "reply": ended - computed}
+    services.metrics.took("decode", decoded - started)
+    services.metrics.took("reply", ended - computed)
+    return Times(
+        outcome.queue_seconds, decoded - started, outcome.compute_seconds, ended - computed, outcome.batched
+    )
+
+
+async def _keep(services: Services, request: GemmRequest, name: str, principal: Principal) -> dict[str, Any]:
+    """Store D under the handle that the request named; where it is, as parameters of the output."""
+    slot, out = request.out.slot, request.out.operand
+    assert slot is not None
+    entry = await services.store.put(
+        principal.owner,
+        name,
+        slot,
+        out.nbytes,
+        out.dtype,
+        out.shape,
+        durable=request.durable,
+        ttl=request.ttl_seconds,
+        share=principal.quota.store_bytes,
+    )
+    return {"handle": entry.name, "etag": entry.etag, "durable": entry.durable}
+
+
+# -- server and models ----------------------------------------------------------------------------------------
+
+
+async def _empty(scope: Scope, receive: Receive, send: Send) -> None:
+    """200 and nothing: what the protocol answers where there is nothing to tell."""
+    transfer = Transfer.of(scope, receive, send)
+    await transfer.start(200, [(b"content-length", b"0")])
+    await transfer.write(b"", more=False)
+
+
+async def _json(scope: Scope, receive: Receive, send: Send, document: Any) -> None:
+    await send_json(Transfer.of(scope, receive, send), document, [])
+
+
+async def _server(scope: Scope, receive: Receive, send: Send) -> None:
+    document = {"name": "gemm-service", "version": scope["app"].version, "extensions": EXTENSIONS}
+    await _json(scope, receive, send, document)
+
+
+def _check_ready(services: Services) -> None:
+    if not services.supervisor.ready:
+        code = "draining" if services.supervisor.draining else "no_worker"
+        raise ServiceError(code, "the service isn't ready")
+
+
+async def _ready(scope: Scope, receive: Receive, send: Send) -> None:
+    _check_ready(_services(scope))
+    await _empty(scope, receive, send)
+
+
+async def _model_ready(scope: Scope, receive: Receive, send: Send) -> None:
+    services = _services(scope)
+    services.inference.repository.ready(*_named(scope))
+    _check_ready(services)
+    await _empty(scope, receive, send)
+
+
+async def _metadata(scope: Scope, receive: Receive, send: Send) -> None:
+    model = _services(scope).inference.repository.ready(*_named(scope))
+    await _json(scope, receive, send, model.metadata())
+
+
+async def _config(scope: Scope, receive: Receive, send: Send) -> None:
+    model = _services(scope).inference.repository.ready(*_named(scope))
+    await _json(scope, receive, send, model.config())
+
+
+async def _statistics(scope: Scope, receive: Receive, send: Send) -> None:
+    services = _services(scope)
+    model = services.inference.repository.find(*_named(scope))
+    await _json(scope, receive, send, services.inference.statistics.document([model.name]))
+
+
+async def _all_statistics(scope: Scope, receive: Receive, send: Send) -> None:
+    await _json(scope, receive, send, _services(scope).inference.statistics.document(MODELS))
+
+
+# -- repository -----------------------------------------------------------------------------------------------
+
+
+async def read_document(transfer: Transfer) -> dict[str, Any]:
+    """A small request's JSON object; no body is an empty one."""
+    text = await transfer.read_all(_SMALL)
+    document = numbers.loads(text) if text else {}
+    if not isinstance(document, dict):
+        raise ServiceError("malformed", "the body isn't a JSON object", field="body")
+    return document
+
+
+async def _index(scope: Scope, receive: Receive, send: Send) -> None:
+    transfer = Transfer.of(scope, receive, send)
+    ready = (await read_document(transfer)).get("ready", False)
+    rows = _services(scope).inference.repository.index(ready=ready is True)
+    await transfer.start(200, [(b"content-type", b"application/json")])
+    await transfer.write(msgspec.json.encode(rows), more=False)
+
+
+async def _load(scope: Scope, receive: Receive, send: Send) -> None:
+    document = await read_document(Transfer.of(scope, receive, send))
+    if document.get("parameters"):
+        raise ServiceError("not_implemented", "models here take no files and no other configuration")
+    _services(scope).inference.repository.load(_named(scope)[0])
+    await _empty(scope, receive, send)
+
+
+async def _unload(scope: Scope, receive: Receive, send: Send) -> None:
+    await read_document(Transfer.of(scope, receive, send))
+    _services(scope).inference.repository.unload(_named(scope)[0])
+    await _empty(scope, receive, send)
+
+
+_NOT_NOW = {200: {"description": "Yes"}, 503: {"description": "Not now"}}
+route("GET", "/health/live", "The front answers", _empty, responses={200: {"description": "Yes"}})
+route("GET", "/health/ready", "A worker takes work", _ready, responses=_NOT_NOW)
+route("GET", "", "Name, version and extensions", _server)
+route("GET", "/models/stats", "Statistics of all models", _all_statistics)
+for _path in ("/models/{model}", "/models/{model}/versions/{version}"):
+    route("GET", _path, "A model's inputs and outputs", _metadata)
+    route("GET", f"{_path}/ready", "Whether a model takes requests", _model_ready, responses=_NOT_NOW)
+    route("GET", f"{_path}/config", "A model's configuration", _config)
+    route("GET", f"{_path}/stats", "A model's statistics", _statistics)
+    route("POST", f"{_path}/infer", "A product", _infer)
+route("POST", "/repository/index", "All models and their state", _index)
+route("POST", "/repository/models/{model}/load", "Take requests for a model (scope admin)", _load)
+route("POST", "/repository/models/{model}/unload", "Take no requests for a model (scope admin)", _unload)
