@@ -140,8 +140,7 @@ def _choice(problem: Problem, device: str, variant: str) -> tuple[Choice, str]:
     from kernels.runtime import runtime
 
     gpu = runtime(index)
-    gpu.measured(Times(gpu.device, gpu.build_hash).read())
-    return gpu.choose(_packed(problem), variant), gpu.device.name
+    return gpu.choose(problem, variant), gpu.device.name
 
 
 def _packed(problem: Problem) -> Problem:

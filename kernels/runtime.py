@@ -158,7 +158,7 @@ class Runtime:
 
     def choose(self, problem: Problem, variant: str = "auto") -> Choice:
         """The variant to run, and why. Raises Unsupported."""
-        return self._plan(_kind(problem), variant)
+        return self._plan(_kind(as_packed(problem)), variant)
 
     def run(self, problem: Problem, operands: Operands, variant: str = "auto") -> Choice:
         """Queue D on the current stream. `problem` describes the operands as they lie. Raises Unsupported."""
@@ -384,5 +384,9 @@ def check_function(runtime: Runtime, variant: Variant, problem: Problem) -> str 
 
 @lru_cache(maxsize=16)
 def runtime(index: int) -> Runtime:
-    """The runtime of GPU `index` of this process."""
-    return Runtime.of(index)
+    """The runtime of GPU `index` of this process, with the times that `python -m kernels tune` kept of it."""
+    from kernels.tune import Times
+
+    found = Runtime.of(index)
+    found.measured(Times(found.device, found.build_hash).read())
+    return found
