@@ -4,11 +4,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+MACHINE ?= gpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo serve test test-ci test-gpu lint bench clean
+.PHONY: help demo serve test test-ci test-gpu lint bench bench-gpu bench-gpus clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -50,3 +51,11 @@ bench: $(VENV)/.dev ## Measure the service against its peers (needs wrk); writes
 
 clean: ## Remove what was installed and built here
 	rm -rf $(VENV) .kernels build dist *.egg-info
+
+bench-gpu: ## Measure kernels, ladder and service on one GPU (MACHINE=name); writes benchmarks/results
+	$(BIN)/python -m benchmarks.suite --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.ladder --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.gpu_service --machine $(MACHINE)
+
+bench-gpus: ## Measure all GPUs of this host together (MACHINE=name); writes benchmarks/results
+	$(BIN)/python -m benchmarks.gpus --machine $(MACHINE)

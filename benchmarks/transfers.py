@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import socket
 import time
 from multiprocessing.connection import Connection
@@ -22,11 +23,17 @@ class Peer:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def exchange(
-        self, method: str, target: str, body: memoryview | bytes = b"", into: memoryview | None = None
+        self,
+        method: str,
+        target: str,
+        body: memoryview | bytes = b"",
+        into: memoryview | None = None,
+        *,
+        accept: str = "application/octet-stream",
     ) -> float:
         """Send a request, receive its reply's body into `into`; seconds from the first byte to the last."""
         head = (
-            f"{method} {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: application/octet-stream\r\n"
+            f"{method} {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: {accept}\r\n"
             f"Content-Type: application/octet-stream\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         started = time.perf_counter()
@@ -43,7 +50,7 @@ class Peer:
                 raise RuntimeError("the connection was closed")
             data += piece
         head, rest = bytes(data[:end]).decode(), memoryview(data)[end + 4 :]
-        if " 200 " not in head.splitlines()[0]:
+        if not re.match(r"HTTP/1.1 20[01] ", head):
             raise RuntimeError(head + bytes(rest).decode(errors="replace"))
         length = next(
             int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length")

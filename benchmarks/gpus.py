@@ -1,0 +1,478 @@
+"""Several GPUs of one host: links, one product over all of them, a worker on each; writes results/<machine>/gpus.json.
+
+    python -m benchmarks.gpus --machine h200x2
+
+Takes whatever number of GPUs there is (one will do for most of it). The machine must have the kernels built
+(`python -m kernels build --arch sm_90a`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.load import free_port, served
+from benchmarks.transfers import Peer
+
+GIB = 1 << 30
+PACKAGES = ("torch", "numpy", "apache-tvm-ffi", "fastapi", "uvicorn", "uvloop")
+Row = dict[str, Any]
+
+
+# -- links ------------------------------------------------------------------------------------------------------
+
+
+def links(count: int) -> list[Row]:
+    """How the GPUs are linked, and what passes between them."""
+    import torch
+
+    topology = subprocess.run(
+        ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False
+    ).stdout
+    rows: list[Row] = [{"name": "topology", "outcome": "read", "detail": topology}]
+    data = [torch.ones(GIB, dtype=torch.uint8, device=f"cuda:{n}") for n in range(count)]
+    for source in range(count):
+        for target in range(count):
+            if source == target:
+                continue
+            into = torch.empty_like(data[target])
+            rate = GIB / _copy_seconds(into, data[source])
+            can = torch.cuda.can_device_access_peer(source, target)
+            detail = f"peer access: {can}"
+            rows.append(
+                {
+                    "name": f"copy GPU {source} to {target}",
+                    "bytes": GIB,
+                    "bytes_per_second": rate,
+                    "detail": detail,
+                }
+            )
+    rows.append(ipc_across(count))
+    return rows
+
+
+def _copy_seconds(into: Any, source: Any) -> float:
+    import torch
+
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize(source.device)
+        torch.cuda.synchronize(into.device)
+        started = time.perf_counter()
+        into.copy_(source)
+        torch.cuda.synchronize(source.device)
+        torch.cuda.synchronize(into.device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def ipc_across(count: int) -> Row:
+    """Whether a process on the last GPU reads the first one's memory through a CUDA IPC handle."""
+    import torch
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("spawn")
+    inbox, outbox = context.Queue(), context.Queue()
+    child = context.Process(target=_ipc_child, args=(inbox, outbox, count - 1))
+    child.start()
+    mine = torch.arange(1 << 20, device="cuda:0", dtype=torch.int64)
+    inbox.put(mine)
+    try:
+        total = outbox.get(timeout=90)
+        outcome = "works" if total == int(mine.sum()) else f"wrong: {total}"
+    except Exception as error:
+        outcome = f"fails: {type(error).__name__}"
+    inbox.put(None)
+    child.join(20)
+    child.kill()
+    return {"name": f"CUDA IPC, GPU 0 read by a process on GPU {count - 1}", "outcome": outcome, "detail": ""}
+
+
+def _ipc_child(inbox: Any, outbox: Any, gpu: int) -> None:
+    import torch
+
+    torch.cuda.set_device(gpu)
+    theirs = inbox.get()
+    outbox.put(int(theirs.to(f"cuda:{gpu}").sum()))
+    del theirs
+    inbox.get()
+
+
+# -- one product over all ---------------------------------------------------------------------------------------
+
+
+def sharded(count: int, size: int, rounds: int) -> list[Row]:
+    """size³ fp16 over `count` GPUs, against one of them in the same run."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    port = free_port()
+    ranks = [
+        context.Process(target=_rank, args=(n, count, port, size, rounds, answers)) for n in range(count)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        told = [answers.get(timeout=300) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.join(30)
+            process.kill()
+    if bad := [each for each in told if each["wrong"]]:
+        raise SystemExit(f"the sharded product is wrong: {bad}")
+    first = next(each for each in told if each["rank"] == 0)
+    whole = [max(times) for times in zip(*(each["seconds"] for each in told), strict=True)]
+    compute = statistics.median(max(t) for t in zip(*(each["compute"] for each in told), strict=True))
+    exchange = statistics.median(max(t) for t in zip(*(each["exchange"] for each in told), strict=True))
+    total = statistics.median(whole)
+    flops = 2.0 * size**3
+    return [
+        {
+            "name": f"sharded {size}³ fp16 over {count} GPUs",
+            "problem": {"m": size, "n": size, "k": size, "batch": 1, "dtype": "fp16", "out_dtype": "fp16"},
+            "seconds": record.spread(whole),
+            "flops_per_second": flops / total,
+            "reference": "the same product on one of them, kernels.gemm",
+            "reference_seconds": record.spread(first["alone"]),
+            "ratio": statistics.median(first["alone"]) / total,
+            "compute_seconds": compute,
+            "exchange_seconds": exchange,
+            "hidden_seconds": max(0.0, compute + exchange - total),
+            "largest_error_over_bound": max(each["error"] for each in told),
+        }
+    ]
+
+
+def _rank(rank: int, world: int, port: int, size: int, rounds: int, answers: Any) -> None:
+    import torch
+    from torch import distributed
+
+    from kernels import gemm
+    from kernels.sharded import gemm_sharded, split
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl",
+        f"tcp://127.0.0.1:{port}",
+        timeout=timedelta(seconds=120),
+        world_size=world,
+        rank=rank,
+        device_id=device,
+    )
+    generator = torch.Generator(device).manual_seed(rank)
+    parts = split(size, world)
+    a = torch.randn((parts[rank], size), device=device, generator=generator, dtype=torch.float16)
+    b = torch.randn((size, parts[rank]), device=device, generator=generator, dtype=torch.float16)
+    out = torch.empty((parts[rank], size), device=device, dtype=torch.float16)
+
+    def timed(work: Any, count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            distributed.barrier()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return times
+
+    def products() -> None:
+        at = 0
+        for columns in parts:
+            gemm(
+                a,
+                b[:, :columns] if columns <= parts[rank] else b,
+                out=out[:, at : at + columns],
+                batch_invariant=False,
+            )
+            at += columns
+
+    def exchanges() -> None:
+        block = torch.empty_like(b)
+        for _ in range(world - 1):
+            moving = [
+                distributed.P2POp(distributed.isend, b, (rank - 1) % world),
+                distributed.P2POp(distributed.irecv, block, (rank + 1) % world),
+            ]
+            for transfer in distributed.batch_isend_irecv(moving):
+                transfer.wait()
+
+    def whole() -> None:
+        gemm_sharded(a, b, out=out, batch_invariant=False)
+
+    timed(whole, 2)
+    seconds = timed(whole, rounds)
+    wrong, error = _check(a, b, out)
+    compute = timed(products, rounds)
+    exchange = timed(exchanges, rounds)
+    alone: list[float] = []
+    if rank == 0:
+        del out
+        full_a = torch.cat([torch.randn((p, size), device=device, dtype=torch.float16) for p in parts])
+        full_b = torch.cat([torch.randn((p, size), device=device, dtype=torch.float16) for p in parts])
+        full = torch.empty((size, size), device=device, dtype=torch.float16)
+        for turn in range(rounds + 2):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            gemm(full_a, full_b, out=full, batch_invariant=False)
+            torch.cuda.synchronize()
+            if turn >= 2:
+                alone.append(time.perf_counter() - started)
+    distributed.barrier()
+    answers.put(
+        {
+            "rank": rank,
+            "seconds": seconds,
+            "compute": compute,
+            "exchange": exchange,
+            "alone": alone,
+            "wrong": wrong,
+            "error": error,
+        }
+    )
+    distributed.destroy_process_group()
+
+
+def _check(a: Any, b: Any, out: Any) -> tuple[str, float]:
+    """Hold a sample of this rank's rows, over columns of every rank, against the API's error bound."""
+    import torch
+    from torch import distributed
+
+    from kernels.problem import DType, Problem
+    from kernels.verify import check
+
+    world = distributed.get_world_size()
+    every = max(1, b.shape[1] // 16)
+    mine = b[:, ::every][:, :16].contiguous()
+    theirs = [torch.empty_like(mine) for _ in range(world)]
+    distributed.all_gather(theirs, mine)
+    rows = a[:: max(1, len(a) // 32)][:32]
+    got = out[:: max(1, len(a) // 32)][:32]
+    columns = torch.cat(
+        [got[:, n * b.shape[1] : (n + 1) * b.shape[1]][:, ::every][:, :16] for n in range(world)], 1
+    )
+    full_b = torch.cat(theirs, 1)
+    problem = Problem(len(rows), full_b.shape[1], a.shape[1], dtype=DType.FP16, out_dtype=DType.FP16)
+    result = check(problem, columns.cpu().numpy(), rows.cpu().numpy(), full_b.cpu().numpy())
+    return ("" if result.ok else str(result)), float(result.worst)
+
+
+# -- a worker on each -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _service(workers: int, devices: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    port = free_port()
+    room = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 32 * GIB else None
+    with tempfile.TemporaryDirectory(dir=room) as folder:
+        command = [
+            *[
+                sys.executable,
+                "-m",
+                "service",
+                "serve",
+                "--port",
+                str(port),
+                "--data",
+                folder,
+                "--device",
+                "cuda",
+            ],
+            *["--workers", str(workers), "--arena-bytes", "16GiB", "--store-memory-bytes", "12GiB"],
+            *["--log-level", "warning", "--store-disk-bytes", "64GiB"],
+        ]
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+        try:
+            with served(command, f"http://127.0.0.1:{port}/health/ready") as process:
+                yield port, process
+        finally:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+class Load:
+    """Clients that multiply stored handles again and again, D kept; counts ends by time."""
+
+    def __init__(self, port: int, clients: int, target: str) -> None:
+        self.ends: list[float] = []
+        self.failures: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(port, f"{target}{n}")) for n in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, port: int, target: str) -> None:
+        peer = Peer(port)
+        while not self._stop.is_set():
+            try:
+                peer.exchange("POST", target, accept="application/json")
+                self.ends.append(time.perf_counter())
+            except (RuntimeError, OSError) as error:
+                self.failures.append(str(error)[:300])
+                peer = Peer(port)
+        peer.close()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def rate(self, since: float, until: float) -> float:
+        """Ends a second between two times."""
+        return sum(since <= end < until for end in self.ends) / (until - since)
+
+
+def workers(count: int, size: int, seconds: float) -> list[Row]:
+    """Throughput of a worker on each GPU against one worker; residency; a worker killed under load."""
+    import numpy as np
+
+    x = np.random.default_rng(1).standard_normal((size, size), dtype=np.float32).astype(np.float16)
+    target = "/gemm?a=handle:a&b=handle:b&batch_invariant=false&out=handle:d"
+    rates: dict[int, float] = {}
+    rows: list[Row] = []
+    everything = ",".join(map(str, range(count)))
+    for number, devices in ((1, "0"), (count, everything)):
+        with _service(number, devices) as (port, process):
+            _await_workers(port, number)
+            for name in "ab":
+                query = f"/tensors/{name}?shape={size}x{size}&dtype=fp16"
+                Peer(port).exchange("PUT", query, memoryview(x).cast("B"), accept="application/json")
+            load = Load(port, 6 * number, target)
+            time.sleep(3)
+            begun = time.perf_counter()
+            time.sleep(seconds)
+            rates[number] = load.rate(begun, begun + seconds)
+            if number == count > 1:
+                rows.append(_kill_one(port, process, load, rates[number], count))
+            load.stop()
+            if load.failures:
+                raise SystemExit(f"requests failed: {load.failures[:3]}")
+            rows.append(_residency(port, number))
+    flops = 2.0 * size**3
+    rows.append(
+        {
+            "name": f"{count} workers at {size}³ fp16, resident operands, D kept",
+            "requests_per_second": rates[count],
+            "one_worker_requests_per_second": rates[1],
+            "flops_per_second": rates[count] * flops,
+            "ratio": rates[count] / (count * rates[1]),
+        }
+    )
+    return rows
+
+
+def _await_workers(port: int, count: int) -> None:
+    end = time.monotonic() + 90
+    while _metrics(port).get("gemm_workers_ready", 0) < count:
+        if time.monotonic() > end:
+            raise SystemExit(f"not {count} workers within 90 s")
+        time.sleep(0.2)
+    time.sleep(8)  # self-tests of own variants run beside the service
+
+
+def _metrics(port: int) -> dict[str, float]:
+    import httpx
+
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text.splitlines()
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"
+    }
+
+
+def _residency(port: int, number: int) -> Row:
+    seen = {key: value for key, value in _metrics(port).items() if key.startswith("gemm_placements_total")}
+    return {"name": f"placements with {number} workers", "outcome": "counted", "detail": seen}
+
+
+def _kill_one(port: int, process: subprocess.Popen[bytes], load: Load, rate: float, count: int) -> Row:
+    import psutil
+
+    victims = psutil.Process(process.pid).children()
+    victims[0].kill()
+    begun = time.perf_counter()
+    time.sleep(0.5)
+    while _metrics(port).get("gemm_workers_ready", 0) < count and time.perf_counter() - begun < 60:
+        time.sleep(0.1)
+    back = time.perf_counter()
+    during = load.rate(begun + 0.5, back)
+    time.sleep(2)
+    share = rate * (count - 1) / count
+    return {
+        "name": "one worker killed under load",
+        "outcome": "nothing lost" if not load.failures else f"{len(load.failures)} requests failed",
+        "detail": {
+            "requests_per_second_before": rate,
+            "requests_per_second_without_it": during,
+            "ratio_to_the_others_share": during / share,
+            "seconds_until_all_workers_are_back": back - begun,
+        },
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    import torch
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpus", description=__doc__)
+    parser.add_argument("--machine", default="gpus", help="short name of this machine in benchmarks/results")
+    parser.add_argument("--gpus", type=int, default=0, help="how many to use; 0: all")
+    parser.add_argument("--size", type=int, default=32768, help="extent of the sharded product")
+    parser.add_argument("--worker-size", type=int, default=8192, help="extent of the workers' products")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of a throughput window")
+    parser.add_argument("--out", type=Path, help="folder for the results file")
+    options = parser.parse_args()
+    count = options.gpus or torch.cuda.device_count()
+    rows: list[Row] = []
+    parts = {
+        "links": lambda: links(count),
+        "sharded": lambda: sharded(count, options.size, options.rounds),
+        "workers": lambda: workers(count, options.worker_size, options.seconds),
+    }
+    details = {
+        "gpu": torch.cuda.get_device_name(0),
+        "gpus": count,
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+    }
+    failed = []
+    for name, part in parts.items():
+        started = time.perf_counter()
+        try:
+            found = part()
+        except (Exception, SystemExit) as error:  # what the other parts found must come home
+            failed.append(name)
+            found = [{"name": name, "outcome": "failed", "detail": f"{type(error).__name__}: {error}"}]
+        for row in found:
+            print(row, flush=True)
+        rows += [{"part": name, **row} for row in found]
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+        path = record.write(
+            options.machine, "gpus", rows, details=details, packages=PACKAGES, folder=options.out
+        )
+    print(f"written: {path}")
+    sys.exit(1 if failed else 0)
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+
+
+if __name__ == "__main__":
+    main()
