@@ -183,16 +183,17 @@ class Runtime:
         a, b = packed(operands.a, pack, problem.trans_a), packed(operands.b, pack, problem.trans_b)
         fitting = as_packed(problem)
         ready = self._load(compiled.function(fitting))
-        d, c, bias = operands.d, operands.c, operands.bias
-        tail = problem.epilogue
+        d, tail = operands.d, problem.epilogue
+        c = _readable(operands.c).expand(d.shape) if tail.reads_c else None
+        bias = _readable(operands.bias).contiguous() if tail.bias is not None else None
         ready.call(
             a,
             b,
             d.data_ptr(),
             *d.stride(),
-            c.data_ptr() if tail.reads_c else 0,
-            *(c.stride() if tail.reads_c else (0, 0, 0)),
-            bias.data_ptr() if tail.bias is not None else 0,
+            0 if c is None else c.data_ptr(),
+            *((0, 0, 0) if c is None else c.stride()),
+            0 if bias is None else bias.data_ptr(),
             tail.alpha,
             tail.beta,
             code_of(problem, c=_dtype_of(c), bias=_dtype_of(bias)),
@@ -348,6 +349,13 @@ def packed(x: Any, pack: Callable[..., Any] | None = None, by_column: bool | Non
 def _pack_blocks(elements: int) -> int:
     """Blocks of 256 threads that write 8 elements each at a time, up to eight times an SM of the largest chips."""
     return max(1, min(1184, elements // 2048))
+
+
+def _readable(x: Any) -> Any:
+    """C or bias in a type that kernels read: fp64 is rounded to the compute type first, as they'd do."""
+    import torch
+
+    return x.float() if x.dtype == torch.float64 else x
 
 
 def _capturing() -> bool:

@@ -191,6 +191,17 @@ def test_launch_passes_what_the_convention_says(dtype: DType, trans: str, bias: 
         assert check(problem, got, a, b, c, line).ok
 
 
+def test_c_and_bias_of_any_type_and_batch() -> None:
+    gpu = make(Fake())
+    problem = Problem(8, 16, 24, 2, epilogue=Epilogue(1.0, 1.0, True, BiasDim.N))
+    a, b = torch.randn(2, 8, 24).half(), torch.randn(2, 24, 16).half()
+    c, bias = torch.randn(1, 8, 16).double(), torch.randn(32).double()[::2]
+    d = torch.zeros(2, 8, 16).half()
+    gpu.launch(Fake(), problem, Operands(a, b, d, c, bias))
+    wide_c = c.expand(2, 8, 16)
+    assert check(problem, d.numpy(), a.numpy(), b.numpy(), wide_c.numpy(), bias.numpy()).ok
+
+
 def test_run_chooses_and_says_why() -> None:
     gpu = make(Fake())
     a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
