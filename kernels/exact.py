@@ -53,7 +53,7 @@ def _wide(name: str, x: Array) -> Array:
     if x.dtype == F64 and (x.flags.c_contiguous or x.T.flags.c_contiguous):
         return x
     room = scratch(f"exact-{name}", x.shape, F64)
-    np.copyto(room, x if x.dtype.kind == "f" else widen(x, np.dtype(np.float32)))
+    np.copyto(room, widen(x, np.dtype(np.float32)) if x.dtype.itemsize == 2 else x)
     return room
 
 

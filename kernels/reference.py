@@ -16,7 +16,6 @@ fp64 a row at a time. With `batch_invariant` off the plain library call runs.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,18 @@ import numpy as np
 
 from kernels import exact
 from kernels.device import Device
-from kernels.elementwise import NUMPY, Array, canonical_nan, epilogue, narrow, quiet, typed, widen
+from kernels.elementwise import (
+    NUMPY,
+    Array,
+    as_tensor,
+    canonical_nan,
+    cast_into,
+    epilogue,
+    narrow,
+    quiet,
+    typed,
+    widen,
+)
 from kernels.problem import Activation, DType, Problem
 from kernels.scratch import scratch
 
@@ -216,7 +226,7 @@ def compute_stacked(
         stacked = library.rows_scratch(total, first.k)
         start = 0
         for part in rows:
-            _fill(stacked[start : start + len(part)], part)
+            cast_into(stacked[start : start + len(part)], part)
             start += len(part)
         product = scratch("stack", (len(stacked), first.n), kind)
         library.product(stacked, _matrices(b, first.trans_b)[0], product)
@@ -232,11 +242,6 @@ def compute_stacked(
 def _flat(x: Any) -> Any:
     """[M, N] of an array shaped [M, N] or [1, M, N]."""
     return x if x is None or x.ndim == 2 else x[0]
-
-
-def _fill(target: Array, rows: Array) -> None:
-    rows = typed(rows)
-    np.copyto(target, rows if rows.dtype != NUMPY[DType.BF16] else widen(rows, np.dtype(np.float32)))
 
 
 def _compute(
@@ -383,7 +388,7 @@ class _Library:
             return
         rows = m - head
         left = scratch("left", (-(-rows // self.pad) * self.pad, k), self.kind)
-        _fill(left[:rows], a[head:])
+        cast_into(left[:rows], a[head:])
         left[rows:] = 0
         product = scratch("product", (len(left), right.shape[1]), self.kind)
         self.matmul(left, right, product)
@@ -394,7 +399,7 @@ class _Library:
         right = self._right(b, 1)
         row, result = np.empty((1, a.shape[1]), self.kind), np.empty((1, b.shape[1]), self.kind)
         for i in range(len(a)):
-            _fill(row, a[i : i + 1])
+            cast_into(row, a[i : i + 1])
             self.matmul(row, right, result)
             out[i] = result[0]
 
@@ -410,18 +415,7 @@ def _numpy_matmul(a: Array, b: Array, out: Array) -> None:
 def _torch_matmul(a: Array, b: Array, out: Array) -> None:
     import torch
 
-    torch.matmul(_tensor_of(a), _tensor_of(b), out=_tensor_of(out))
-
-
-def _tensor_of(x: Array) -> Any:
-    """torch's view of the same memory; a read-only array too, since products only read it."""
-    import torch
-
-    if not x.flags.writeable and x.size:
-        low, high = np.lib.array_utils.byte_bounds(x)
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
-        x = np.ndarray(x.shape, x.dtype, memory, x.__array_interface__["data"][0] - low, x.strides)
-    return torch.from_numpy(x)
+    torch.matmul(as_tensor(a), as_tensor(b), out=as_tensor(out))
 
 
 _MATMUL: dict[Backend, Callable[[Array, Array, Array], None]] = {
