@@ -22,14 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import kernels.runtime
 from benchmarks.record import spread, write
-from kernels.call import code_of
 from kernels.device import Device, describe_cuda
 from kernels.hopper.variants import Step9, variants
-from kernels.libraries import Libraries
 from kernels.problem import DType, Problem
-from kernels.runtime import PACK, as_packed
-from kernels.runtime import packed as fitting
+from kernels.runtime import Runtime, as_packed
 from kernels.selector import choose
 
 SHAPES = (  # batch, m, n, k
@@ -137,23 +135,17 @@ class Clock:
 
 
 class Ours:
-    """Launches own variants on sets of operands, packing A and B where their rows aren't TMA's."""
+    """Launches own variants through the runtime, which packs A and B where their rows aren't TMA's."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.libraries = device, Libraries(device.arch)
-        self.pack = self.libraries.load(PACK) if PACK in self.libraries.manifest.functions else None
+        self.device, self.runtime = device, Runtime(device, variants=variants())
 
     def launcher(self, variant: Step9, problem: Problem) -> Callable[[Operands], None]:
-        """Function of a set; `problem` is as packed."""
-        function = self.libraries.load(variant.function(problem))
-        raster, code = variant.raster(problem, self.device), code_of(problem)
+        """Function of a set of operands as they lie."""
 
         def launch(operands: Operands) -> None:
             a, b, d = operands
-            function(
-                fitting(a, self.pack), fitting(b, self.pack), d.data_ptr(), *d.stride(), 0, 0, 0, 0, 0, 1.0, 0.0, code,
-                problem.batch, self.device.sms, raster,
-            )  # fmt: skip
+            self.runtime.launch(variant, problem, kernels.runtime.Operands(a, b, d))
 
         return launch
 
@@ -250,8 +242,8 @@ def measure(
     invariant = choose(replace(fits, batch_invariant=True), device, variants=tuple(family.values()))
     sets = operand_sets(problem, device.l2_bytes)
     estimate = choice.seconds
-    launchers = {choice.variant: ours.launcher(family[choice.variant], fits)}
-    launchers.setdefault(invariant.variant, ours.launcher(family[invariant.variant], fits))
+    launchers = {choice.variant: ours.launcher(family[choice.variant], problem)}
+    launchers.setdefault(invariant.variant, ours.launcher(family[invariant.variant], problem))
     errors = {name: checked(launch, sets[0]) for name, launch in launchers.items()}
     launchers |= {name: reference(problem.batch, name) for name in LIBRARIES}
     runners = [contender(name, launch, sets, estimate) for name, launch in launchers.items()]
@@ -315,7 +307,7 @@ def _alternatives(
     for variant in variants():
         if variant.unsupported(fits, ours.device) or variant.seconds(fits, ours.device) > 3 * chosen:
             continue
-        launch = ours.launcher(variant, fits)
+        launch = ours.launcher(variant, problem)
         error = checked(launch, sets[0])
         runner = contender(variant.name, launch, sets, chosen)
         runner.burst += [runner.replay_seconds() for _ in range(3)]
@@ -453,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     details = {
         "device": device.name, "driver": device.driver, "sms": device.sms, "arch": device.arch,
         "cuda": torch.version.cuda, "reduction_bytes_per_second": bandwidth,
-        "build": ours.libraries.manifest.build_hash,
+        "build": ours.runtime.build_hash,
     }  # fmt: skip
     suffix = ("" if options.dtype == "fp16" else f"-{options.dtype}") + (
         "" if options.layout == "nn" else f"-{options.layout}"

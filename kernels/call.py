@@ -56,6 +56,10 @@ class Compiled(Protocol):
         """Name, in the build's manifest, of the compiled function for a problem that the variant supports."""
         ...
 
+    def blocks(self, problem: Problem, resident: int) -> int:
+        """Value of the argument `ctas`, where `resident` blocks fit the device at once."""
+        ...
+
     def raster(self, problem: Problem, device: Device) -> int:
         """Value of the argument `raster` that suits the problem."""
         ...

@@ -198,7 +198,7 @@ class Runtime:
             tail.beta,
             code_of(problem, c=_dtype_of(c), bias=_dtype_of(bias)),
             problem.batch,
-            ready.ctas,
+            compiled.blocks(fitting, ready.ctas),
             compiled.raster(fitting, self.device),
         )
 

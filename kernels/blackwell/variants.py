@@ -101,6 +101,10 @@ class Variant:
         a_mn, b_mn = problem.trans_a, not problem.trans_b
         return Choice(self.tiling, problem.dtype.value, a_mn, b_mn, out).name
 
+    def blocks(self, problem: Problem, resident: int) -> int:
+        """As many as fit."""
+        return resident
+
     def raster(self, problem: Problem, device: Device) -> int:
         """Rows of tiles a group: what runs at once then covers a square of D, which takes the fewest loads."""
         clusters = max(device.sms // CTA_GROUP, 1)

@@ -68,6 +68,13 @@ class Step9:
         parts = self.tiling.split
         return "k16" if parts == 1 else f"k16 in {parts} parts"
 
+    def blocks(self, problem: Problem, resident: int) -> int:
+        """The fewest that need no more waves: under the power cap an idle SM leaves its share to the others."""
+        cluster = self.tiling.cluster
+        clusters = self._clusters(problem)
+        waves = _ceil(clusters, max(1, resident // cluster))
+        return _ceil(clusters, waves) * cluster
+
     def raster(self, problem: Problem, device: Device) -> int:
         """Groups of 8 rows of tiles: a wave of blocks covers about a square."""
         return 8
@@ -79,8 +86,7 @@ class Step9:
         that arrive. Under the cap, FLOPs and bytes from L2 cost energy. Rates were fitted to one H200.
         """
         t = self.tiling
-        p, q = (problem.n, problem.m) if t.swap else (problem.m, problem.n)
-        clusters = problem.batch * _ceil(p, t.p * t.cluster_p) * _ceil(q, t.q * t.cluster_q)
+        clusters = self._clusters(problem)
         waves = _ceil(clusters, max(1, _resident(device, t.cluster) // t.cluster))
         steps = _ceil(_ceil(problem.k, TILE_K), t.split)
         flops = 2 * t.p * t.q * TILE_K
@@ -102,6 +108,12 @@ class Step9:
         )
         start = LAUNCH_SECONDS + (CLUSTER_SECONDS if t.cluster > 1 else 0.0)
         return start + (memory**SOFT + work**SOFT + power**SOFT) ** (1 / SOFT)
+
+    def _clusters(self, problem: Problem) -> int:
+        """Tiles, each of a whole cluster."""
+        t = self.tiling
+        p, q = (problem.n, problem.m) if t.swap else (problem.m, problem.n)
+        return problem.batch * _ceil(p, t.p * t.cluster_p) * _ceil(q, t.q * t.cluster_q)
 
     def _store(self, problem: Problem) -> str | None:
         """How D is written: "fp16", "bf16", "fp32" (by TMA), "plain"; None where it isn't.

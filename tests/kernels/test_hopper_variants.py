@@ -108,6 +108,15 @@ def test_estimates_are_sane() -> None:
     assert narrow.seconds > (8192 * 8192 * 2) / 4.8e12
 
 
+def test_a_grid_has_no_more_blocks_than_its_waves_need() -> None:
+    assert (
+        BASE.blocks(Problem(4096, 4096, 4096), 132) == 128
+    )  # 256 clusters' tiles: four waves of 64 clusters
+    assert BASE.blocks(Problem(8192, 28672, 8192), 132) == 132  # 3,584: 55 waves of 66
+    assert BASE.blocks(Problem(64, 64, 64), 132) == 2
+    assert BASE.blocks(Problem(4096, 4096, 4096), 1) == 2
+
+
 @pytest.mark.parametrize("bad", [{"p": 96, "q": 64}, {"p": 128, "q": 100}, {"p": 256, "q": 256}])
 def test_a_tiling_that_no_instruction_computes_is_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"no instruction|does not fit"):

@@ -95,6 +95,9 @@ class Fake:
     def function(self, problem: Problem) -> str:
         return self.name.replace("-", "_")
 
+    def blocks(self, problem: Problem, resident: int) -> int:
+        return resident
+
     def raster(self, problem: Problem, device: Device) -> int:
         return 8
 
