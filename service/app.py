@@ -122,6 +122,7 @@ async def shut(services: Services) -> None:
     """End every part; what is durable stays."""
     await drain(services)
     await services.jobs.close()
+    await services.inference.regions.close()
     await services.store.close()
     services.arena.close()
 

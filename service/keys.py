@@ -128,6 +128,14 @@ class Keys:
             raise _unauthorized("this API key has expired")
         return principal
 
+    def in_force(self, key_id: str) -> bool:
+        """Whether a key that was valid once still is; what it leased ends with it."""
+        if self.path is None:
+            return True
+        self._look()
+        known = self._keys.get(key_id)
+        return known is not None and (known[0].expires is None or known[0].expires > time.time())
+
     def enter(self, principal: Principal) -> None:
         """A request begins; ServiceError quota where the key has used up its share. Pair with `leave`."""
         quota = principal.quota

@@ -7,7 +7,7 @@ Binary forms leave straight from the arena slot, which is freed once the socket 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -174,7 +174,11 @@ async def send_stored(
 
 
 async def send_json(
-    transfer: Transfer, document: Mapping[str, Any], headers: list[tuple[bytes, bytes]], *, status: int = 200
+    transfer: Transfer,
+    document: Mapping[str, Any] | Sequence[Any],
+    headers: list[tuple[bytes, bytes]],
+    *,
+    status: int = 200,
 ) -> None:
     """Send a small JSON document."""
     body = msgspec.json.encode(document)

@@ -29,4 +29,7 @@ class Services:
     supervisor: Supervisor
     store: TensorStore
     jobs: Jobs
-    inference: State = field(default_factory=State)
+    inference: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inference = State(self.settings, self.keys.in_force)

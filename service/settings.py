@@ -160,6 +160,17 @@ class Settings(BaseModel):
     job_bytes: Bytes = Field(4 * _GIB, description="Most bytes of inline operands and results of a job")
     result_ttl_seconds: Seconds = Field(86400, description="Seconds that results of a job are kept, above 0")
 
+    # Memory of clients on this host.
+    shared_memory: bool = Field(
+        False, description="Let keys with scope admin register shared memory: true or false"
+    )
+    shared_memory_keys: Annotated[tuple[str, ...], BeforeValidator(_split)] = Field(
+        (), description="Names in /dev/shm that may be registered, comma-separated; `name*` takes a beginning"
+    )
+    shared_memory_lease_seconds: Seconds = Field(
+        3600, description="Seconds without use after which registered memory is let go, above 0"
+    )
+
     # Slow and dead peers.
     header_bytes: int = Field(
         32768,
@@ -208,7 +219,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_numbers(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, bool) and info.field_name != "insecure":
+        if isinstance(value, bool) and info.field_name not in ("insecure", "shared_memory"):
             raise ValueError("true and false aren't taken here")
         return value
 

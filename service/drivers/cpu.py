@@ -108,6 +108,8 @@ class CpuDriver:
             return {"device": asdict(self.device), "variants": [self._describe(v) for v in self._variants]}
         if what == "choose":
             return asdict(self._choose(problem_asked(args), args.get("variant", "auto")))
+        if what.startswith("region_"):
+            raise Unsupported("CUDA shared memory isn't available: this service computes on a CPU")
         raise ValueError(f"the CPU can't answer {what!r}")
 
     def forget(self, tensors: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from kernels.runtime import Operands, Runtime, runtime
 from kernels.selector import Choice
 from service.arena import Arena
 from service.drivers.base import CannotStart, late, problem_asked, problem_of
+from service.drivers.cuda_regions import CudaRegions
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
 from service.handle import CACHE_SHARE
 from service.messages import Batch, BatchDone, Item, ItemDone, Operand, Report
@@ -111,6 +112,7 @@ class CudaDriver:
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._room = threading.BoundedSemaphore(LANES)
         self._lock = threading.Lock()
+        self._regions: CudaRegions | None = None
 
     # -- life -------------------------------------------------------------------------------------------------
 
@@ -400,7 +402,7 @@ class CudaDriver:
     # -- questions --------------------------------------------------------------------------------------------
 
     def ask(self, what: str, args: dict[str, Any]) -> Any:
-        """ "variants" and "choose"."""
+        """ "variants", "choose", and what concerns memory of clients."""
         if what == "variants":
             barred = self._runtime.barred
             return {
@@ -417,7 +419,9 @@ class CudaDriver:
             }
         if what == "choose":
             return asdict(self._runtime.choose(problem_asked(args), args.get("variant", "auto")))
-        raise ValueError(f"a GPU can't answer {what!r}")
+        if self._regions is None:
+            self._regions = CudaRegions(self._arena)
+        return self._regions.ask(what, args)
 
     def _detail(self, name: str) -> str:
         outcome = self._outcomes.get(name)

@@ -6,6 +6,7 @@ The bytes of binary tensors go from where they come straight into their place: o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from service.decode import GemmRequest, Operands, handle_in
 from service.errors import ServiceError
 from service.formats import Tensor, numbers
 from service.inference.models import INPUT_OF
+from service.inference.regions import Regions
 from service.inference.request import Inference, Input, check_dtype
 from service.plan import plan, unfit
 
@@ -23,8 +25,21 @@ ReadBody = Callable[[list[memoryview]], Awaitable[None]]
 _MANY = 1 << 14
 
 
-async def bind(operands: Operands, inference: Inference, read: ReadBody) -> GemmRequest:
+async def bind(operands: Operands, inference: Inference, regions: Regions, read: ReadBody) -> GemmRequest:
     """Check that the operands fit together, take memory for them, and fill it."""
+    with contextlib.ExitStack() as held:
+        uses = {
+            one.operand: held.enter_context(regions.use(operands.owner, one.place))
+            for one in inference.inputs
+            if one.place is not None
+        }
+        request = await _bind(operands, inference, read)
+        for operand, use in uses.items():
+            await use.read(operands.bounds[operand])
+    return request
+
+
+async def _bind(operands: Operands, inference: Inference, read: ReadBody) -> GemmRequest:
     tensors = {one.operand: one.tensor for one in inference.inputs}
     for operand, handle in inference.handles.items():
         pinned = await operands.pin(operand, handle)

@@ -20,6 +20,7 @@ from service.formats import DTYPES, Tensor, numbers
 from service.inference.bind import bind
 from service.inference.encoding import Body, body_of
 from service.inference.models import INPUT_OF, Model
+from service.inference.regions import Regions
 from service.inference.request import Inference, InferenceFields, Input, parse
 from service.model import GemmQuery
 from service.transfer import Transfer
@@ -30,7 +31,9 @@ HEADER = b"inference-header-content-length"
 _LARGE_JSON = 1 << 20
 
 
-async def decode(transfer: Transfer, operands: Operands, model: Model) -> tuple[Inference, GemmRequest]:
+async def decode(
+    transfer: Transfer, operands: Operands, regions: Regions, model: Model
+) -> tuple[Inference, GemmRequest]:
     """Read and check a request. What it holds is in `operands`, for whoever refuses it to release."""
     limits = operands.limits
     body = body_of(transfer, limits.max_body_bytes)
@@ -54,7 +57,7 @@ async def decode(transfer: Transfer, operands: Operands, model: Model) -> tuple[
         await body.receive_into(*views)
         await body.finish()
 
-    return inference, await bind(operands, inference, read)
+    return inference, await bind(operands, inference, regions, read)
 
 
 def _json_length(transfer: Transfer) -> int | None:

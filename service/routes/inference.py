@@ -7,22 +7,23 @@ errors read {"error": …}, and no body needs a Content-Type.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.types import Receive, Scope, Send
 
-from service.decode import GemmRequest, Operands
+from service.decode import Operands
 from service.errors import ServiceError
 from service.formats import numbers
-from service.inference import reply
+from service.inference import cuda_memory, registration, reply, system_memory
+from service.inference.compute import compute
 from service.inference.decode import decode
 from service.inference.models import MODELS, Model
 from service.inference.statistics import Times
 from service.keys import Principal
 from service.reply import send_json
-from service.routes.gemm import submit_or_leave, work_of
+from service.routes.gemm import submit_or_leave
 from service.routes.plain import PlainApp, PlainRoute
 from service.services import Services
 from service.transfer import Transfer
@@ -38,6 +39,7 @@ EXTENSIONS = (
     "model_repository(unload_dependents)",
     "schedule_policy",
 )
+SHARED_MEMORY = ("system_shared_memory", "cuda_shared_memory")
 
 #: Bodies of the small requests: names and flags.
 _SMALL = 1 << 16
@@ -90,18 +92,15 @@ async def _answer(services: Services, model: Model, transfer: Transfer) -> Times
     started = time.perf_counter()
     operands = Operands(services, principal.owner, time.monotonic())
     try:
-        inference, request = await decode(transfer, operands, model)
-        work = work_of(services, request, principal)
+        inference, request = await decode(transfer, operands, services.inference.regions, model)
     except BaseException:
         operands.release()
         raise
     decoded = time.perf_counter()
     try:
-        outcome = await submit_or_leave(services, transfer, work)
+        submit = partial(submit_or_leave, services, transfer)
+        outcome, kept = await compute(services, principal, inference, request, submit)
         computed = time.perf_counter()
-        kept = None
-        if request.out_handle is not None:
-            kept = await _keep(services, request, request.out_handle, principal)
         await reply.send(transfer, inference, request, outcome, kept)
     finally:
         if not transfer.started:
@@ -113,24 +112,6 @@ async def _answer(services: Services, model: Model, transfer: Transfer) -> Times
     return Times(
         outcome.queue_seconds, decoded - started, outcome.compute_seconds, ended - computed, outcome.batched
     )
-
-
-async def _keep(services: Services, request: GemmRequest, name: str, principal: Principal) -> dict[str, Any]:
-    """Store D under the handle that the request named; where it is, as parameters of the output."""
-    slot, out = request.out.slot, request.out.operand
-    assert slot is not None
-    entry = await services.store.put(
-        principal.owner,
-        name,
-        slot,
-        out.nbytes,
-        out.dtype,
-        out.shape,
-        durable=request.durable,
-        ttl=request.ttl_seconds,
-        share=principal.quota.store_bytes,
-    )
-    return {"handle": entry.name, "etag": entry.etag, "durable": entry.durable}
 
 
 # -- server and models ----------------------------------------------------------------------------------------
@@ -148,8 +129,13 @@ async def _json(scope: Scope, receive: Receive, send: Send, document: Any) -> No
 
 
 async def _server(scope: Scope, receive: Receive, send: Send) -> None:
-    document = {"name": "gemm-service", "version": scope["app"].version, "extensions": EXTENSIONS}
-    await _json(scope, receive, send, document)
+    await _json(scope, receive, send, server_metadata(_services(scope), scope["app"].version))
+
+
+def server_metadata(services: Services, version: str) -> dict[str, Any]:
+    """Name, version, and the extensions that are on."""
+    shared = SHARED_MEMORY if services.settings.shared_memory else ()
+    return {"name": "gemm-service", "version": version, "extensions": [*EXTENSIONS, *shared]}
 
 
 def _check_ready(services: Services) -> None:
@@ -206,8 +192,7 @@ async def _index(scope: Scope, receive: Receive, send: Send) -> None:
     transfer = Transfer.of(scope, receive, send)
     ready = (await read_document(transfer)).get("ready", False)
     rows = _services(scope).inference.repository.index(ready=ready is True)
-    await transfer.start(200, [(b"content-type", b"application/json")])
-    await transfer.write(msgspec.json.encode(rows), more=False)
+    await send_json(transfer, rows, [])
 
 
 async def _load(scope: Scope, receive: Receive, send: Send) -> None:
@@ -224,6 +209,44 @@ async def _unload(scope: Scope, receive: Receive, send: Send) -> None:
     await _empty(scope, receive, send)
 
 
+# -- shared memory --------------------------------------------------------------------------------------------
+
+
+def _region(scope: Scope) -> tuple[Services, Principal, str]:
+    """Whose regions, and which of them; "" for all."""
+    name: str = scope.get("path_params", {}).get("region", "")
+    return _services(scope), scope["state"]["principal"], name
+
+
+def _status(kind: str) -> PlainApp:
+    async def status(scope: Scope, receive: Receive, send: Send) -> None:
+        services, principal, name = _region(scope)
+        rows = services.inference.regions.status(principal.owner, kind, name)
+        await _json(scope, receive, send, rows)
+
+    return status
+
+
+def _register(kind: str) -> PlainApp:
+    async def register(scope: Scope, receive: Receive, send: Send) -> None:
+        services, principal, name = _region(scope)
+        document = await read_document(Transfer.of(scope, receive, send))
+        await registration.register(services, principal, kind, name, document)
+        await _empty(scope, receive, send)
+
+    return register
+
+
+def _unregister(kind: str) -> PlainApp:
+    async def unregister(scope: Scope, receive: Receive, send: Send) -> None:
+        services, principal, name = _region(scope)
+        await read_document(Transfer.of(scope, receive, send))
+        await services.inference.regions.unregister(principal.owner, kind, name)
+        await _empty(scope, receive, send)
+
+    return unregister
+
+
 _NOT_NOW = {200: {"description": "Yes"}, 503: {"description": "Not now"}}
 route("GET", "/health/live", "The front answers", _empty, responses={200: {"description": "Yes"}})
 route("GET", "/health/ready", "A worker takes work", _ready, responses=_NOT_NOW)
@@ -238,3 +261,11 @@ for _path in ("/models/{model}", "/models/{model}/versions/{version}"):
 route("POST", "/repository/index", "All models and their state", _index)
 route("POST", "/repository/models/{model}/load", "Take requests for a model (scope admin)", _load)
 route("POST", "/repository/models/{model}/unload", "Take no requests for a model (scope admin)", _unload)
+for _kind in (system_memory.KIND, cuda_memory.KIND):
+    _at = f"/{_kind}sharedmemory"
+    _one = f"{_at}/region/{{region}}"
+    route("GET", f"{_at}/status", f"All {_kind} shared memory of the key's owner", _status(_kind))
+    route("GET", f"{_one}/status", f"A region of {_kind} shared memory", _status(_kind))
+    route("POST", f"{_one}/register", f"Register {_kind} shared memory (scope admin)", _register(_kind))
+    route("POST", f"{_one}/unregister", "Let go of a region (scope admin)", _unregister(_kind))
+    route("POST", f"{_at}/unregister", f"Let go of all {_kind} regions (scope admin)", _unregister(_kind))
