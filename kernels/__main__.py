@@ -236,8 +236,8 @@ def _verify_cpu(only: str) -> int:
         if only not in each.name:
             continue
         for dtype in DType:
-            for m, n, k in selftest.SHAPES:
-                problem = Problem(m, n, k, dtype=dtype, out_dtype=dtype, epilogue=selftest.TAILS[1])
+            for m, n, k, tail, _ in selftest.CASES:
+                problem = Problem(m, n, k, dtype=dtype, out_dtype=dtype, epilogue=tail)
                 a, b, c, bias = selftest.host_operands(problem)
                 out = np.empty((m, n), NUMPY[dtype])
                 reference.compute(problem, a, b, out, c, bias, backend=each.backend)

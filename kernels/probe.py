@@ -85,8 +85,13 @@ def _one_child(
 ) -> Iterator[Outcome]:
     """Outcomes of one child until it has tested all or is dead; at least one."""
     command = [sys.executable, "-m", "kernels.probe", subject, str(index), *names]
+    package = str(Path(__file__).resolve().parent.parent)
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=environment
+        )
         assert child.stdout is not None
         try:
             yield from _outcomes(child, names, limit, start, errors)

@@ -176,8 +176,13 @@ class Runtime:
             log.error("variant %s is quarantined: %s", choice.variant, wrong)
             self.bar(choice.variant, wrong)
 
-    def launch(self, variant: Variant, problem: Problem, operands: Operands) -> None:
-        """Queue one own variant, packing A and B where TMA can't address them."""
+    def launch(
+        self, variant: Variant, problem: Problem, operands: Operands, *, blocks: int | None = None
+    ) -> None:
+        """Queue one own variant, packing A and B where TMA can't address them.
+
+        blocks: how many a persistent kernel may use, by default as many as the device holds.
+        """
         compiled = cast(Compiled, variant)
         pack = self._load(PACK).call if PACK in self.libraries.manifest.functions else None
         a, b = packed(operands.a, pack, problem.trans_a), packed(operands.b, pack, problem.trans_b)
@@ -198,7 +203,7 @@ class Runtime:
             tail.beta,
             code_of(problem, c=_dtype_of(c), bias=_dtype_of(bias)),
             problem.batch,
-            compiled.blocks(fitting, ready.ctas),
+            blocks or compiled.blocks(fitting, ready.ctas),
             compiled.raster(fitting, self.device),
         )
 

@@ -22,12 +22,16 @@ from kernels.verify import check
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
 
-# M, N, K: several tiles with ragged edges and a ring that wraps; few rows; one row and a long K; rows that
-# neither TMA nor a tile fits.
-SHAPES = ((392, 520, 712), (24, 520, 712), (1, 264, 1096), (131, 331, 205))
-TAILS = (
-    Epilogue(),
-    Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N, activation=Activation.GELU),
+PLAIN = Epilogue()
+FULL = Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N, activation=Activation.GELU)
+# M, N, K, what follows the product, and blocks: many tiles a block with ragged edges and a ring that wraps; few
+# rows; one row and a long K; rows that neither TMA nor a tile fits. 12 is a multiple of all sizes of cluster.
+CASES = (
+    (392, 520, 712, PLAIN, 12),
+    (264, 392, 200, FULL, 12),
+    (24, 264, 328, FULL, None),
+    (1, 264, 1096, PLAIN, None),
+    (131, 331, 205, FULL, None),
 )
 STACK_SHAPE = (520, 1096)  # N, K of the test of bits
 STACK_ROWS = 300
@@ -59,7 +63,7 @@ def everything(runtime: Runtime, variant: Variant) -> str | None:
 def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
     """Why the variant is wrong for problems of these types, layouts and alignment; None where it is right."""
     ran = False
-    for (m, n, k), tail in itertools.product(SHAPES, TAILS):
+    for m, n, k, tail, blocks in CASES:
         problem = replace(
             kind, m=m, n=n, k=k, batch=1, lda=0, ldb=0, ldc=0, ldd=0, epilogue=tail,
             a_broadcast=False, b_broadcast=False,
@@ -67,7 +71,7 @@ def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
         if not _takes(runtime, variant, problem):
             continue
         ran = True
-        because = _wrong(runtime, variant, problem)
+        because = _wrong(runtime, variant, problem, blocks)
         if because is not None:
             return because
     return None if ran else "no problem of the self-test fits it"
@@ -81,9 +85,9 @@ def _takes(runtime: Runtime, variant: Variant, problem: Problem) -> bool:
     return variant.unsupported(fitting, runtime.device) is None and runtime.has(variant, fitting)
 
 
-def _wrong(runtime: Runtime, variant: Variant, problem: Problem) -> str | None:
+def _wrong(runtime: Runtime, variant: Variant, problem: Problem, blocks: int | None) -> str | None:
     a, b, c, bias = host_operands(problem)
-    got = launch(runtime, variant, problem, a, b, c, bias)
+    got = launch(runtime, variant, problem, a, b, c, bias, blocks=blocks)
     verdict = check(problem, got, a, b, c, bias)
     if verdict.ok:
         return None
@@ -116,8 +120,10 @@ def launch(
     b: Array,
     c: Array | None = None,
     bias: Array | None = None,
+    *,
+    blocks: int | None = None,
 ) -> Array:
-    """D of one variant, computed on the device, on the host."""
+    """D of one variant, computed on the device (by so many blocks), on the host."""
     import torch
 
     from kernels.runtime import Operands
@@ -134,7 +140,7 @@ def launch(
     if variant.name == cublas.NAME:
         cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
     else:
-        runtime.launch(variant, problem, operands)
+        runtime.launch(variant, problem, operands, blocks=blocks)
     return to_host(d[0])
 
 

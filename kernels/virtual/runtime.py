@@ -50,12 +50,14 @@ class VirtualRuntime(Runtime):
         self._tensors: dict[str, Any] = {}
         self._launching = threading.Lock()
 
-    def launch(self, variant: Variant, problem: Problem, operands: Operands) -> None:
+    def launch(
+        self, variant: Variant, problem: Problem, operands: Operands, *, blocks: int | None = None
+    ) -> None:
         """Execute one own variant. Raises Misbehaved."""
         with self._launching:
             given = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
             self._tensors = {name: x for name, x in given.items() if x is not None}
-            super().launch(variant, problem, operands)
+            super().launch(variant, problem, operands, blocks=blocks)
 
     def _load(self, name: str) -> _Ready:
         ready = super()._load(name)

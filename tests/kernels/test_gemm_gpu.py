@@ -89,7 +89,7 @@ def one(seed: int) -> None:
         return strided(x, draw.choice(hows)) if x.numel() and x.dim() > 1 else x
 
     a, b = make(la, m, k), make(lb, k, n)
-    c = make(batch, m, n, kind=draw.choice([dtype, DType.FP32])) if tail.c else None
+    c = make(batch, m, n, kind=draw.choice([dtype, DType.FP32, DType.FP64])) if tail.c else None
     line = make(n if tail.bias is BiasDim.N else m) if tail.bias else None
     line = None if line is None else line.contiguous()
     out = None
@@ -269,8 +269,8 @@ def test_a_wrong_variant_is_quarantined_and_the_answer_is_right(
     assert first != cublas.NAME
     launch = Runtime.launch
 
-    def off_by_one(self: Runtime, variant: Any, problem: Problem, operands: Any) -> None:
-        launch(self, variant, problem, operands)
+    def off_by_one(self: Runtime, variant: Any, problem: Problem, operands: Any, **rest: Any) -> None:
+        launch(self, variant, problem, operands, **rest)
         if variant.name == first:
             operands.d.add_(1)
 

@@ -319,6 +319,18 @@ def test_the_gpu_reference_on_fp32(invariant: bool) -> None:
             assert check(problem, d.numpy(), a.numpy(), b.numpy(), c.numpy(), bias.numpy()).ok
 
 
+def test_the_gpu_reference_rounds_fp64_once() -> None:
+    x = torch.tensor([1 + 2.0**-8 + 2.0**-40, -(1 + 2.0**-8 + 2.0**-40), 1e300, torch.nan, 1 + 2.0**-8, 0.0])
+    x = x.double()
+    x[:2] = torch.tensor([1 + 2.0**-8 + 2.0**-40, -(1 + 2.0**-8 + 2.0**-40)], dtype=torch.float64)
+    near = cublas._once(x, torch.bfloat16).bfloat16().double()
+    assert near[0] == 1 + 2.0**-7
+    assert near[1] == -(1 + 2.0**-7)
+    assert near[2].isinf()
+    assert near[3].isnan()
+    assert near[4:].tolist() == [1.0, 0.0]
+
+
 def test_flags_are_put_back() -> None:
     settings = torch.backends.cuda.matmul
     before = {name: getattr(settings, name) for name in cublas._REDUCTIONS}
