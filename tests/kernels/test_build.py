@@ -130,6 +130,8 @@ def test_sources_are_transitive(tmp_path: Path) -> None:
     (package / "hopper").mkdir(parents=True)
     for folder in (package, package / "hopper"):
         (folder / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("from kernels import unused\n")
+    (package / "unused.py").write_text("")
     (package / "compile.py").write_text("")
     (package / "hopper" / "a.py").write_text("from kernels.hopper import b\nimport os\n")
     (package / "hopper" / "b.py").write_text("def f():\n    from .c import g\n")
