@@ -28,6 +28,7 @@ class AccessMixin:
     full: bool
     lanes: int
     at: int
+    count: int
 
     # --- where ------------------------------------------------------------------------------------
 
@@ -122,6 +123,8 @@ class AccessMixin:
         self, space: str, address: Value, size: int, count: int, mask: np.ndarray | None, sync: bool
     ) -> Any:
         width = size * count
+        if self.machine.timing is not None and space == "global":
+            self.machine.timing.plain_load(self.warp, self.count)
         if isinstance(address, int):
             self._aligned(address, width)
             span, offset = self._span(space, address, width)

@@ -37,7 +37,8 @@ class MBarrier:
         self.init: Clock = NOTHING
         self.remote_arrival = ""  # who arrived from another CTA, for the scope lint
         self.remote_done = ""
-        self.used = False
+        self.gathered_at = 0.0  # in the model: time of the last arrival, and of the end of the last phase
+        self.done_at = 0.0
 
     def __str__(self) -> str:
         return (
@@ -51,6 +52,7 @@ class MBarrier:
             return False
         self.phase += 1
         self.pending = self.count
+        self.done_at = self.gathered_at
         self.done, self.gathering = self.gathering, NOTHING
         self.remote_done, self.remote_arrival = self.remote_arrival, ""
         return True
@@ -68,6 +70,8 @@ class Meeting:
         self.votes: list[int] = []
         self.result: list[int] = []
         self.expected = 0
+        self.gathered_at = 0.0
+        self.done_at = 0.0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.arrived} of {self.expected} threads have arrived)"
@@ -76,6 +80,7 @@ class Meeting:
         """Let all pass."""
         self.generation += 1
         self.arrived = 0
+        self.done_at = self.gathered_at
         self.done, self.gathering = self.gathering, NOTHING
         self.result, self.votes = self.votes, []
 
@@ -208,6 +213,7 @@ class BarrierMixin:
         passed = (barrier.phase & 1) != (state & 1) if parity else barrier.phase > state
         if passed:
             self.timed_out = False
+            self._resume(barrier.done_at)
             if not relaxed:
                 self.warp.acquire(barrier.done)
             if barrier.remote_done and scope in ("", "cta") and self.machine.detector is not None:
@@ -227,6 +233,16 @@ class BarrierMixin:
         """mbarrier.pending_count."""
         raise self.fault("protocol", "pending_count is not modelled")
 
+    def _resume(self, moment: float) -> None:
+        """In the model: whoever waited goes on a signal later."""
+        timing = self.machine.timing
+        if timing is not None and moment > self.warp.time:
+            self.warp.not_before(moment + timing.chip.signal.value)
+
+    def _stamp(self, meeting: Meeting) -> None:
+        if self.machine.timing is not None:
+            meeting.gathered_at = max(meeting.gathered_at, self.warp.time)
+
     # --- named barriers ---------------------------------------------------------------------------
 
     def _meeting(self, number: int) -> Meeting:
@@ -241,6 +257,7 @@ class BarrierMixin:
         if not self.together(0xFFFFFFFF):
             return None
         meeting = self._meeting(number)
+        self._stamp(meeting)
         meeting.arrived += 32
         meeting.votes.append(vote)
         meeting.expected = threads or self.cta.live_threads()
@@ -285,6 +302,7 @@ class BarrierMixin:
             self.block(meeting)
             return None
         del waits[number]
+        self._resume(meeting.done_at)
         self.warp.acquire(meeting.done)
         return meeting
 
@@ -303,6 +321,7 @@ class BarrierMixin:
             meeting.gathering = join(meeting.gathering, clock)
         else:  # orders what a fence.mbarrier_init released
             meeting.gathering = join(meeting.gathering, self.warp.fenced)
+        self._stamp(meeting)
         meeting.arrived += self.lanes
         meeting.expected = self.cta.cluster.live_threads()
         self.machine.progress += 1
@@ -322,6 +341,7 @@ class BarrierMixin:
             self.block(meeting)
             return False
         del self.warp.waits["cluster"]
+        self._resume(meeting.done_at)
         self.warp.acquire(meeting.done)
         return True
 

@@ -340,3 +340,43 @@ def _postdominators(blocks: list[Block]) -> list[int | None]:  # noqa: PLR0912 (
                 post[node] = new
                 changed = True
     return [p if (p := post.get(i)) is not None and p != end else None for i in range(end)]
+
+
+def unwaited_reads(blocks: list[Block]) -> list[tuple[Instr, Instr]]:
+    """Instructions that read what a tcgen05.ld may not have delivered yet, each with that load.
+
+    Moves don't count as reads (the compiler places them before the wait): they hand the debt on.
+    """
+    entry: list[dict[str, Instr]] = [{} for _ in blocks]
+    found: dict[int, tuple[Instr, Instr]] = {}
+    todo = [0]
+    seen: set[int] = set()
+    while todo:
+        index = todo.pop()
+        seen.add(index)
+        owed = dict(entry[index])
+        for instr in blocks[index].instrs:
+            _owe(instr, owed, found)
+        for following in blocks[index].succ:
+            known = entry[following]
+            new = {r: load for r, load in owed.items() if r not in known}
+            if new or following not in seen:
+                known.update(new)
+                todo.append(following)
+    return list(found.values())
+
+
+def _owe(instr: Instr, owed: dict[str, Instr], found: dict[int, tuple[Instr, Instr]]) -> None:
+    parts = instr.parts
+    if parts[:3] == ("tcgen05", "wait", "ld"):
+        owed.clear()
+        return
+    debts = [owed[r] for r in uses(instr) if r in owed]
+    if debts and parts[0] != "mov":
+        found.setdefault(id(instr), (instr, debts[0]))
+    for name in defs(instr):
+        owed.pop(name, None)
+        if debts and parts[0] == "mov":
+            owed[name] = debts[0]
+        elif parts[:2] == ("tcgen05", "ld"):
+            owed[name] = instr

@@ -34,6 +34,7 @@ class Issue:
     where: str
     node: int
     clock: Clock
+    warp: Any = None
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class BulkStore:
     write: Issue
     done: bool = False
     waited: bool = False
+    done_at: float = 0.0  # in the model
 
 
 class CopyMixin:
@@ -74,11 +76,11 @@ class CopyMixin:
         detector = self.machine.detector
         warp = self.warp
         if detector is None:
-            return Issue("", self.at, "", 0, (0, 0))
+            return Issue("", self.at, "", 0, (0, 0), warp)
         node = detector.node()
         seen, proxied = warp.clock
         warp.release()  # what the warp does from here is not before the operation
-        return Issue(f"{what} of {warp}", self.at, self.where(), node, (seen | 1 << node, proxied))
+        return Issue(f"{what} of {warp}", self.at, self.where(), node, (seen | 1 << node, proxied), warp)
 
     def _one(self, value: Any) -> int:
         """An operand of an instruction that a warp executes once."""
@@ -188,7 +190,7 @@ class CopyMixin:
                 group.note(shadow, place, issue, write=False)
             group._land(block.reshape(-1).view(np.complex128), targets, found.span, issue)
 
-        self.machine.submit(run, "TMA", issue)
+        self.machine.submit(run, "TMA", issue, ("load", found.box_bytes * len(targets)))
 
     def _targets(
         self, dst: int, bar: int, mask: int | None, pair: int, nbytes: int
@@ -265,11 +267,16 @@ class CopyMixin:
                 if array[outer].size and op is None:
                     shadow, granules = group._shadow_box(found, whole, outer)
                     group.note(shadow, granules, store.write, write=True)
-            store.done = True
-            group.machine.progress += 1
-            group.machine.wake(group.warp)
+            self._ended(store)
 
-        self.machine.submit(run, "TMA", store.write)
+        self.machine.submit(run, "TMA", store.write, ("store", found.box_bytes))
+
+    def _ended(self, store: BulkStore) -> None:
+        store.done = True
+        if self.machine.timing is not None:
+            store.done_at = self.machine.timing.now
+        self.machine.progress += 1
+        self.machine.wake(self.warp)
 
     def _open_store(self, what: str) -> BulkStore:
         store = BulkStore(self.issue(what), self.issue(what))
@@ -297,6 +304,8 @@ class CopyMixin:
             for group in ended:
                 for store in group:
                     store.waited = True
+                    if self.machine.timing is not None:
+                        self.warp.not_before(store.done_at)
                     if self.machine.detector is not None:
                         self.warp.acquire(store.read.clock if read else store.write.clock)
             if not read:
@@ -324,7 +333,7 @@ class CopyMixin:
                 self.note(span.with_shadow(), place, issue, write=False)
             self._land(span.views[16][at >> 4 : (at + nbytes) >> 4].copy(), targets, 0, issue)
 
-        self.machine.submit(run, "TMA", issue)
+        self.machine.submit(run, "TMA", issue, ("load", nbytes))
 
     def bulk_copy(self, dst: Any, src: Any, nbytes: Any, bar: Any) -> None:
         """cp.async.bulk, shared to the shared memory of another CTA."""
@@ -338,7 +347,7 @@ class CopyMixin:
             self.note(span.with_shadow(), slice(at // GRANULE, (at + nbytes) // GRANULE), issue, write=False)
             self._land(span.views[16][at >> 4 : (at + nbytes) >> 4].copy(), targets, 0, issue)
 
-        self.machine.submit(run, "TMA", issue)
+        self.machine.submit(run, "TMA", issue, ("load", nbytes))
 
     def bulk_store(self, dst: Any, src: Any, nbytes: Any) -> None:
         """cp.async.bulk, shared to global."""
@@ -360,11 +369,9 @@ class CopyMixin:
                 )
                 place = slice(to // GRANULE, (to + nbytes) // GRANULE)
                 self.note(whole.with_shadow(), place, store.write, write=True)
-            store.done = True
-            self.machine.progress += 1
-            self.machine.wake(self.warp)
+            self._ended(store)
 
-        self.machine.submit(run, "TMA", store.write)
+        self.machine.submit(run, "TMA", store.write, ("store", nbytes))
 
     # --- cp.async: 4 to 16 bytes a lane -----------------------------------------------------------
 
@@ -445,7 +452,7 @@ class CopyMixin:
                 words[:] = (first[0], first[1], first[2], 1)
             self._land(words.view(np.complex128), targets, 0, issue)
 
-        self.machine.submit(run, "launch control", issue)
+        self.machine.submit(run, "launch control", issue, ("load", 16))
 
     def clc_canceled(self, response: tuple[Any, Any]) -> bool:
         """query_cancel.is_canceled."""

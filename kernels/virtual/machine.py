@@ -20,6 +20,9 @@ from kernels.virtual.barriers import MBarrier, Meeting
 from kernels.virtual.copies import Issue
 from kernels.virtual.detect import GRANULE, Clock, Detector, Shadow, join
 from kernels.virtual.memory import GlobalMemory, Parameter, Span
+from kernels.virtual.model import Span as Stretch
+from kernels.virtual.model import Timing
+from kernels.virtual.ptx import Instr
 from kernels.virtual.report import Fault, Finding, Run
 from kernels.virtual.tensor import COLUMNS, LANES
 from kernels.virtual.tensormap import TensorMap
@@ -28,8 +31,13 @@ from kernels.virtual.warp import GATHER, Group, Warp
 
 SMEM_BYTES = 232_448  # the most a CTA may ask for on sm_90 and sm_100
 RESERVED = 1024  # at the bottom of each CTA's window
-_LONG = 1 << 40
-_SPIN_LIMIT = 200_000  # blocks run without any progress before a spin counts as a deadlock
+_TIMED_BUDGET = 64  # blocks that a warp runs ahead in the model
+_SPIN_LIMIT = 1_000_000  # blocks run without any progress before a spin counts as a deadlock
+
+
+Work = tuple[
+    Any, ...
+]  # what an operation costs: ("load", bytes), ("store", bytes), ("mma", m, n, k, CTAs), ("commit",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +236,7 @@ class Options:
     sms: int = 8
     roles: dict[int, str] = field(default_factory=dict)
     barriers: dict[int, str] = field(default_factory=dict)  # names by offset in shared memory
-    trace: Any = None
+    timing: Timing | None = None  # the model's clock
 
 
 class Machine:
@@ -243,7 +251,7 @@ class Machine:
         self.detector = Detector() if options.detect else None
         self.random = random.Random(options.schedule.seed)
         self.sms = options.sms
-        self.trace = options.trace
+        self.timing = options.timing
         self.params = [Parameter(data) for data in launch.params]
         self.maps: dict[bytes, TensorMap] = {}
         self.map_bytes: dict[int, bytes] = {}
@@ -258,6 +266,7 @@ class Machine:
         self.progress = 0
         self.retired = 0
         self.names: dict[str, int] = {}
+        self.running: Warp | None = None
         self._sm = 0
         self._timeouts = False
         self._places: dict[int, str] = {}
@@ -267,6 +276,9 @@ class Machine:
         if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
             raise Fault("protocol", f"grid {launch.grid} is no multiple of cluster {launch.cluster}")
         self._check_memory()
+        for reader, load in self.program.unwaited[:1]:
+            text = f"{_where(reader)} reads what {_where(load)} loads, without tcgen05.wait::ld between"
+            self.find("tensor memory", text)
         cgrid = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
         self.pending = deque(
             (x, y, z) for z in range(cgrid[2]) for y in range(cgrid[1]) for x in range(cgrid[0])
@@ -317,6 +329,9 @@ class Machine:
             self.ready.append(warp)
 
     def _loop(self) -> None:
+        if self.timing is not None:
+            self._timed_loop(self.timing)
+            return
         kind = self.options.schedule.kind
         chance = kind == "random"
         last_progress, idle = -1, 0
@@ -325,10 +340,10 @@ class Machine:
                 self._do_one()
             if self.ready:
                 warp = self._next_warp(chance)
-                warp.run(self.random.randrange(1, 60) if chance else 4096)
+                used = warp.run(self.random.randrange(1, 60) if chance else 4096)
                 self._after(warp)
                 if self.progress == last_progress:
-                    idle += 1
+                    idle += used
                     if idle > _SPIN_LIMIT:
                         raise Fault("deadlock", "warps spin without progress\n" + self.waiting())
                 else:
@@ -340,6 +355,30 @@ class Machine:
             if not self.clusters:
                 return
             self._stuck()
+
+    def _timed_loop(self, timing: Timing) -> None:
+        """Whoever comes first in the model's time: a warp that can go on, or an operation that is done."""
+        while True:
+            if not self.ready and not timing.pending:
+                if not self.clusters:
+                    return
+                self._stuck()
+                continue
+            warp = min(self.ready, key=lambda w: w.time, default=None)
+            if warp is None or timing.next_done() <= warp.time:
+                self.progress += 1
+                timing.do_next()
+                continue
+            self.ready.remove(warp)
+            warp.queued = False
+            timing.now = begin = warp.time
+            self.running = warp
+            warp.run(_TIMED_BUDGET)
+            self.running = None
+            timing.end = max(timing.end, warp.time)
+            if timing.keep:
+                timing.spans.append(Stretch(warp.cta.rank, str(warp), "runs", begin, warp.time))
+            self._after(warp)
 
     def _next_warp(self, chance: bool) -> Warp:
         if chance and len(self.ready) > 1:
@@ -416,10 +455,13 @@ class Machine:
 
     # --- asynchronous work ------------------------------------------------------------------------
 
-    def submit(self, run: Callable[[], None], engine: str, issue: Issue, queue: Any = None) -> None:
+    def submit(
+        self, run: Callable[[], None], engine: str, issue: Issue, work: Work, queue: Any = None
+    ) -> None:
         """Take in work; of one queue it is done in order."""
-        if self.trace is not None:
-            self.trace.issued(engine, issue, self)
+        if self.timing is not None:
+            self.timing.submit(issue.warp, engine, work, queue, run)
+            return
         operation = Operation(run, engine, issue)
         if self.options.schedule.kind == "early":
             self._do(operation)
@@ -449,11 +491,10 @@ class Machine:
     def _do(self, operation: Operation) -> None:
         self.progress += 1
         operation.run()
-        if self.trace is not None:
-            self.trace.done(operation.engine, operation.issue, self)
 
     def complete(self, barrier: MBarrier, nbytes: int, clock: Clock, who: str) -> None:
         """Bytes have landed."""
+        self._stamp(barrier)
         if barrier.cta.gone:
             raise Fault("protocol", f"{who} completes bytes on {barrier}, whose CTA has exited")
         barrier.bytes -= nbytes
@@ -464,6 +505,7 @@ class Machine:
 
     def arrive(self, barrier: MBarrier, count: int, clock: Clock, who: str) -> None:
         """Arrivals on an mbarrier."""
+        self._stamp(barrier)
         if barrier.cta.gone:
             raise Fault("protocol", f"{who} arrives on {barrier}, whose CTA has exited")
         if count > barrier.pending:
@@ -473,6 +515,16 @@ class Machine:
         self.progress += 1
         if barrier.settle():
             self.wake(barrier)
+
+    def _stamp(self, barrier: MBarrier) -> None:
+        """In the model: a phase ends no earlier than its last arrival."""
+        if self.timing is not None:
+            barrier.gathered_at = max(barrier.gathered_at, self.moment())
+
+    def moment(self) -> float:
+        """The model's time of what happens now: of the running warp, or of the operation that is done."""
+        assert self.timing is not None
+        return max(self.timing.now, self.running.time if self.running is not None else 0.0)
 
     def wake(self, reason: Any) -> None:
         """Let those who wait for something look again."""
@@ -530,9 +582,7 @@ class Machine:
         """An instruction for a report: source line if known, PTX line, mnemonic."""
         found = self._places.get(at)
         if found is None:
-            instr = self.program.instrs[at]
-            where = f"{instr.source}" if instr.source else f"PTX line {instr.line}"
-            found = self._places[at] = f"{where} ({instr.op.split('.mbarrier::')[0]})"
+            found = self._places[at] = _where(self.program.instrs[at])
         return found
 
     def find(self, kind: str, text: str) -> None:
@@ -556,6 +606,11 @@ class Machine:
         key = f"{cta.label} {found}"
         self.names[key] = self.names.get(key, -1) + 1
         return f"{found}[{self.names[key]}]"
+
+
+def _where(instr: Instr) -> str:
+    where = f"{instr.source}" if instr.source else f"PTX line {instr.line}"
+    return f"{where} ({instr.op.split('.mbarrier::')[0]})"
 
 
 def launch_machine(launch: Launch, buffers: Sequence[tuple[str, int, int]], options: Options) -> Run:

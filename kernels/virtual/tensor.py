@@ -238,7 +238,8 @@ class TensorMixin:
         def run() -> None:
             group._run_mma(kind, (d, a, b), idesc, bool(accumulate), ctas, (m, n), a_in_tmem, issue)
 
-        self.machine.submit(run, "tensor core", issue, key)
+        work = ("mma", m, n, K_BYTES // 2 if kind == "f16" else K_BYTES, pair)
+        self.machine.submit(run, "tensor core", issue, work, key)
 
     def _run_mma(
         self, kind: str, addresses: tuple[int, int, int], idesc: int, accumulate: bool, ctas: list[Cta],
@@ -346,7 +347,7 @@ class TensorMixin:
                     )
                 group.machine.arrive(barrier, 1, issue.clock, f"{issue.who} at {issue.where}")
 
-        self.machine.submit(run, "tensor core", issue, key)
+        self.machine.submit(run, "tensor core", issue, ("commit",), key)
 
     def tc_copy(
         self, address: Any, descriptor: Any, shape: str, multicast: str, pairs: str, pair: int
@@ -362,6 +363,7 @@ class TensorMixin:
     def wg_commit(self) -> None:
         """wgmma.commit_group."""
         self.warp.wg_groups.append(self.warp.wg_open)
+        self.warp.wg_done.append(0.0)
         self.warp.wg_open = 0
 
     def wg_wait(self, newest: int) -> bool:
@@ -370,7 +372,9 @@ class TensorMixin:
         count = max(len(groups) - newest, 0)
         for bits in groups[:count]:
             self.warp.clock = (self.warp.clock[0] | bits, self.warp.clock[1])
-        del groups[:count]
+        if self.machine.timing is not None and count:
+            self.warp.not_before(max(self.warp.wg_done[:count]))
+        del groups[:count], self.warp.wg_done[:count]
         return True
 
     def wg_mma(
@@ -380,6 +384,8 @@ class TensorMixin:
         """wgmma.mma_async: this warp's 16 of the 64 rows."""
         dtype = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32}[types[1]]
         issue = self._wg_issue()
+        if self.machine.timing is not None:
+            self.warp.wg_done[-1] = self.machine.timing.warp_product(self.warp, n, K_BYTES // 2)
         if isinstance(a, tuple):
             left = _fragment(a, dtype)
         else:
@@ -404,7 +410,7 @@ class TensorMixin:
     def _wg_issue(self) -> Issue:
         detector = self.machine.detector
         if detector is None:
-            return Issue("", self.at, "", 0, (0, 0))
+            return Issue("", self.at, "", 0, (0, 0), self.warp)
         warp = self.warp
         if not warp.wg_open:
             warp.wg_open = 1 << detector.node()

@@ -40,6 +40,7 @@ class Program:
     vector_slots: set[int]
     text: str
     target: str
+    unwaited: list[tuple[Instr, Instr]]
 
 
 _CACHE: dict[tuple[str, str], Program] = {}
@@ -81,6 +82,7 @@ def _translate(module: Module, kernel: Kernel) -> Program:
         {slots[r] for r in flow.crossing if r in flow.vectors},
         text,
         module.target,
+        cfg.unwaited_reads(flow.blocks),
     )
 
 

@@ -55,7 +55,11 @@ class Warp:
         self.tc_reads = 0  # nodes of tcgen05.ld that were not waited for
         self.wg_groups: list[int] = []
         self.wg_open = 0
+        self.wg_done: list[float] = [0.0]  # in the model: ends of the groups, the open one last
+        self.loaded_at = -1  # instruction count at the block whose plain loads have been paid for
         self.queued = False
+        self.stall = 0.0  # cycles that the model's clock has added to those of instructions
+        self.left = 0  # instructions of groups that have exited
         self.release()  # open the first node
 
     def __str__(self) -> str:
@@ -63,17 +67,29 @@ class Warp:
         return f"CTA {self.cta.label} warp {self.index}" + (f" ({role})" if role else "")
 
     @property
+    def time(self) -> float:
+        """The warp's time in the model, in cycles."""
+        timing = self.machine.timing
+        assert timing is not None
+        return self.stall + timing.issue_cost(self.left + sum(g.count for g in self.groups))
+
+    def not_before(self, moment: float) -> None:
+        """In the model, go on no earlier than this."""
+        self.stall += max(0.0, moment - self.time)
+
+    @property
     def exited(self) -> bool:
         """Whether no lane is left."""
         return not self.groups
 
-    def run(self, budget: int) -> None:
-        """Run groups until all wait or have left, or for about `budget` blocks."""
+    def run(self, budget: int) -> int:
+        """Run groups until all wait or have left, or for about `budget` blocks; says how many were run."""
         blocks = self.machine.program.blocks
+        whole = budget
         while budget > 0:
             group = self._pick()
             if group is None:
-                return
+                break
             others = [g.pc for g in self.groups if g is not group]
             limit = min(others) if others else 1 << 30
             pc, registers = group.pc, group.R
@@ -95,6 +111,7 @@ class Warp:
                     self.groups.remove(group)
                 break
             group.pc = pc
+        return whole - budget
 
     def _pick(self) -> Group | None:
         """The runnable group at the lowest block."""
@@ -212,6 +229,7 @@ class Group(AccessMixin, BarrierMixin, CopyMixin, TensorMixin):
         warp = self.warp
         warp.live = warp.live & ~self.mask
         self.machine.retired += self.count
+        warp.left += self.count
         self.cta.lanes_left(self)
         return EXITED
 

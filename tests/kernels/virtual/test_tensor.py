@@ -173,3 +173,19 @@ def test_wgmma_fragments() -> None:
     """
     good(execute(body, out, data, block=128, smem=10_240, target="sm_90a"))
     np.testing.assert_array_equal(out, a @ b.T)
+
+
+def test_registers_are_not_read_before_the_wait_of_their_load() -> None:
+    body = """
+    mov.b32 %r1, smem; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; ld.shared.b32 %r2, [%r1];
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r0}; tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2]; mov.b32 %r4, %r3;
+    @WAIT@
+    add.s32 %r5, %r4, 1; st.global.b32 [%d0], %r5;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+    """
+    wait = "tcgen05.wait::ld.sync.aligned;"
+    good(execute(body.replace("@WAIT@", wait), np.zeros(1, np.uint32)))
+    run = execute(body.replace("@WAIT@", ""), np.zeros(1, np.uint32))
+    assert "tensor memory" in kinds(run)
+    assert "without tcgen05.wait::ld" in str(run.findings[0])

@@ -1,0 +1,324 @@
+"""Breaks kernels on purpose: receives a kernel's PTX, hands on mutants of its synchronization and what became of them.
+
+    python -m kernels.virtual.mutants [--arch sm_100a] [--step 7] [--step 8] [--step 9] [--sample N] [--json FILE]
+
+A mutant changes one instruction: a wait that passes at once or waits for the other phase, an arrival count, bytes
+that are expected, a barrier's address or number, a mask of a commit, a fence, a commit or a wait left out. It is
+killed if any schedule ends with a finding or a wrong element. A survivor is kept with what was changed and where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kernels.problem import DType, Problem
+from kernels.verify import check
+from kernels.virtual.host import on_device, run
+from kernels.virtual.machine import EARLY, LATE, Options, Schedule
+from kernels.virtual.ptx import PtxError
+
+SHAPE = (512, 512, 384)  # several tiles and a ring that wraps, small enough for hundreds of runs
+SCHEDULES = (LATE, EARLY, Schedule("random", 1), Schedule("random", 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change: its kind, the PTX line, the instruction as it was, the whole text as it is."""
+
+    kind: str
+    line: int
+    was: str
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.source or f'PTX line {self.line}'} ({self.was.split()[0]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a mutant: the kind of the first finding, "wrong result", or "" where it survived."""
+
+    mutant: Mutant
+    killed_by: str
+    schedule: str
+    seconds: float
+
+
+Rewrite = Callable[[str, int], str | None]  # statement without guard, number of a fresh register → new text
+
+
+def _operand(statement: str, pattern: str, make: Callable[[str], tuple[str, str]]) -> str | None:
+    """Replace the operand that a pattern's first group finds; `make` gives code to put before, and the new one."""
+    match = re.search(pattern, statement)
+    if match is None:
+        return None
+    before, operand = make(match.group(1))
+    return before + statement[: match.start(1)] + operand + statement[match.end(1) :]
+
+
+def _drop(statement: str, fresh: int) -> str | None:
+    return ""
+
+
+def _pass_at_once(statement: str, fresh: int) -> str | None:
+    match = re.match(r"mbarrier\.try_wait\S*\s+(%p\d+)", statement)
+    return f"setp.eq.u32 {match.group(1)}, 0, 0;" if match else None
+
+
+def _flip_phase(statement: str, fresh: int) -> str | None:
+    return _operand(
+        statement, r"\],\s*(%r\d+|\d+)", lambda x: (f"xor.b32 %mut{fresh}, {x}, 1;\n", f"%mut{fresh}")
+    )
+
+
+def _other_count(by: int) -> Rewrite:
+    def rewrite(statement: str, fresh: int) -> str | None:
+        return _operand(
+            statement, r"\],\s*(%r\d+|\d+)", lambda x: (f"add.s32 %mut{fresh}, {x}, {by};\n", f"%mut{fresh}")
+        )
+
+    return rewrite
+
+
+def _half_the_bytes(statement: str, fresh: int) -> str | None:
+    return _operand(
+        statement, r"\],\s*(%r\d+|\d+)", lambda x: (f"shr.u32 %mut{fresh}, {x}, 1;\n", f"%mut{fresh}")
+    )
+
+
+def _next_barrier(statement: str, fresh: int) -> str | None:
+    """The barrier 8 bytes further: that of the next stage."""
+    match = re.findall(r"\[%r\d+(?:\+\d+)?\]", statement)
+    if not match:
+        return None
+    last = match[-1]
+    return statement.replace(last, f"[{last[1:-1].split('+')[0]}+{_offset(last) + 8}]")
+
+
+def _offset(place: str) -> int:
+    return int(place[1:-1].split("+")[1]) if "+" in place else 0
+
+
+def _one_cta(statement: str, fresh: int) -> str | None:
+    return _operand(
+        statement, r",\s*(%rs\d+)\s*;?$", lambda x: (f"mov.b16 %muth{fresh}, 1;\n", f"%muth{fresh}")
+    )
+
+
+def _one_name(statement: str, fresh: int) -> str | None:
+    """Where the number of a named barrier depends on the role: the first role's for all."""
+    return _operand(statement, r"^\S+\s+(%r\d+)", lambda x: ("", "10"))
+
+
+def _more_threads(statement: str, fresh: int) -> str | None:
+    """A named barrier for one warp more than comes."""
+    return _operand(
+        statement,
+        r"^\S+\s+(?:%r\d+|\d+),\s*(%r\d+|\d+)",
+        lambda x: (f"add.s32 %mut{fresh}, {x}, 32;\n", f"%mut{fresh}"),
+    )
+
+
+def _next_box(statement: str, fresh: int) -> str | None:
+    """A TMA load to 16 KiB further on: the wrong stage."""
+    match = re.search(r"\[(%r\d+)(?:\+(\d+))?\]", statement)
+    if match is None:
+        return None
+    there = f"[{match.group(1)}+{int(match.group(2) or 0) + 16384}]"
+    return statement[: match.start()] + there + statement[match.end() :]
+
+
+# Kind of change, instructions that it applies to, how.
+OPERATORS: tuple[tuple[str, str, Rewrite], ...] = (
+    ("wait left out", r"mbarrier\.try_wait", _pass_at_once),
+    ("wait for the other phase", r"mbarrier\.try_wait", _flip_phase),
+    ("wait on the next barrier", r"mbarrier\.try_wait", _next_barrier),
+    ("one arrival more", r"mbarrier\.init", _other_count(1)),
+    ("one arrival fewer", r"mbarrier\.init", _other_count(-1)),
+    ("half the bytes expected", r"mbarrier\.arrive\.expect_tx", _half_the_bytes),
+    ("arrival on the next barrier", r"mbarrier\.arrive", _next_barrier),
+    ("arrival left out", r"mbarrier\.arrive", _drop),
+    ("load signals the next barrier", r"cp\.async\.bulk\.tensor\S*mbarrier", _next_barrier),
+    ("load lands in the next stage", r"cp\.async\.bulk\.tensor\S*mbarrier", _next_box),
+    ("commit left out", r"tcgen05\.commit", _drop),
+    ("commit to the next barrier", r"tcgen05\.commit", _next_barrier),
+    ("commit to one CTA", r"tcgen05\.commit\S*multicast", _one_cta),
+    ("proxy fence left out", r"fence\.proxy\.async", _drop),
+    ("named barrier left out", r"bar(?:rier)?\.(?:cta\.)?sync", _drop),
+    ("one named barrier for both roles", r"bar(?:rier)?\.(?:cta\.)?sync", _one_name),
+    ("a thread count of one warp more", r"bar(?:rier)?\.(?:cta\.)?sync", _more_threads),
+    ("wait of a store left out", r"cp\.async\.bulk\.wait_group", _drop),
+    ("wait for TMEM loads left out", r"tcgen05\.wait::ld", _drop),
+    ("TMEM is not freed", r"tcgen05\.dealloc", _drop),
+    ("cluster arrival left out", r"barrier\.cluster\.arrive", _drop),
+    ("cluster wait left out", r"barrier\.cluster\.wait", _drop),
+    ("wgmma wait left out", r"wgmma\.wait_group", _drop),
+)
+_STATEMENT = re.compile(r"^(\s*(?:@!?%p\d+\s+)?)([a-z][\w.:]*\s[^;]*;|[a-z][\w.:]*;)\s*$")
+
+
+def mutants(text: str) -> Iterator[Mutant]:
+    """All mutants of a PTX text."""
+    lines = text.split("\n")
+    sources = list(_sources(lines))
+    begin = next(n for n, line in enumerate(lines) if line.strip() == "{")
+    for number, line in enumerate(lines):
+        match = _STATEMENT.match(line)
+        if match is None:
+            continue
+        guard, statement = match.groups()
+        for kind, pattern, rewrite in OPERATORS:
+            if not re.match(pattern, statement):
+                continue
+            changed = rewrite(statement.rstrip(";"), 0)
+            if changed is None:
+                continue
+            if changed and not changed.endswith(";"):
+                changed += ";"
+            fresh = list(lines)
+            fresh[number] = _guarded(guard, changed)
+            fresh[begin] = "{\n.reg .b32 %mut<2>;\n.reg .b16 %muth<2>;"
+            yield Mutant(kind, number + 1, statement, sources[number], "\n".join(fresh))
+
+
+def _guarded(guard: str, statements: str) -> str:
+    """Put the guard on the last statement: those before it only compute a fresh register."""
+    if not statements:
+        return ""
+    *before, last = statements.split("\n")
+    return "\n".join([*before, guard + last])
+
+
+def _sources(lines: Sequence[str]) -> Iterator[str]:
+    """Source place of each line, from the `.loc` before it."""
+    files = {
+        m.group(1): m.group(2).rsplit("/", 1)[-1]
+        for x in lines
+        if (m := re.match(r'\s*\.file\s+(\d+)\s+"([^"]*)"', x))
+    }
+    now = ""
+    for line in lines:
+        match = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line)
+        if match and match.group(2) != "0":
+            now = f"{files.get(match.group(1), '?')}:{match.group(2)}"
+        yield now
+
+
+def fate(subject: Any, case: Any, mutant: Mutant, seed: int = 3) -> Fate:
+    """Run a mutant under schedule after schedule until one kills it."""
+    from kernels.virtual.subject import family_arguments, operands
+
+    begin = time.perf_counter()
+    call = subject.libraries.load(case.function)
+    options = Options(sms=4)
+    for schedule in SCHEDULES:
+        given = operands(case.problem, seed=seed, whole=True)
+        if case.variant is None:
+            arguments: list[Any] = [*(on_device(x) for x in (given.a, given.b, given.d)), options.sms]
+        else:
+            arguments = family_arguments(case, given, options.sms)
+        try:
+            report = run(
+                partial(call, *arguments),
+                given.buffers(),
+                mutant.text,
+                schedules_=[schedule],
+                options=options,
+            )
+            killer = report.faults[0].kind if not report.ok else ""
+            if not killer and not check(case.problem, given.d, given.a, given.b).ok:
+                killer = "wrong result"
+        except PtxError as error:
+            killer = f"refused: {error}"
+        if killer:
+            return Fate(mutant, killer, str(schedule), time.perf_counter() - begin)
+    return Fate(mutant, "", "", time.perf_counter() - begin)
+
+
+def case_of(arch: str, step: int) -> Any:
+    """The function of a step that is mutated."""
+    from kernels import device, family, ladder
+    from kernels.virtual.subject import Case
+
+    m, n, k = SHAPE
+    problem = Problem(m, n, k, dtype=DType.FP16, out_dtype=DType.FP16, trans_b=True)
+    if step < 9:
+        return Case(step, ladder.step(arch, step).function(DType.FP16), problem)
+    chip = device.virtual(arch)
+    variant = next(v for v in family.own(arch) if v.unsupported(problem, chip) is None)
+    return Case(9, variant.function(problem), problem, variant)  # type: ignore[attr-defined]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit code is 1 where fewer than 90 % are killed."""
+    from kernels.build import build
+    from kernels.virtual.subject import Subject
+
+    parser = argparse.ArgumentParser(prog="python -m kernels.virtual.mutants", description=__doc__)
+    parser.add_argument("--arch", choices=("sm_90a", "sm_100a"), default="sm_100a")
+    parser.add_argument("--step", type=int, action="append")
+    parser.add_argument("--sample", type=int, default=0, help="only so many of each step, drawn at random")
+    parser.add_argument("--root", type=Path, default=None, help="folder of built kernels")
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args(argv)
+    fates: list[tuple[str, Fate]] = []
+    for step in options.step or (7, 8, 9):
+        case = case_of(options.arch, step)
+        build(options.arch, only=case.function, root=options.root)
+        subject = Subject(options.arch, options.root)
+        found = list(mutants(subject.ptx(case.function)))
+        if options.sample:
+            found = random.Random(1).sample(found, min(options.sample, len(found)))
+        for mutant in found:
+            fates.append((case.function, fate(subject, case, mutant)))
+            print("." if fates[-1][1].killed_by else "S", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+    _show(fates)
+    if options.json:
+        command = " ".join(["python -m kernels.virtual.mutants", *(argv or sys.argv[1:])])
+        options.json.write_text(json.dumps(_results(fates, command), indent=1) + "\n")
+    killed = sum(bool(f.killed_by) for _, f in fates)
+    return 0 if killed >= 0.9 * len(fates) else 1
+
+
+def _show(fates: Sequence[tuple[str, Fate]]) -> None:
+    killed = [f for _, f in fates if f.killed_by]
+    print(f"{len(fates)} mutants, {len(killed)} killed ({len(killed) / max(len(fates), 1):.1%})")
+    for kind, count in Counter(f.killed_by for f in killed).most_common():
+        print(f"  {count:4} {kind}")
+    for function, f in fates:
+        if not f.killed_by:
+            print(f"  survived: {function}: {f.mutant}")
+
+
+def _results(fates: Sequence[tuple[str, Fate]], command: str) -> dict[str, Any]:
+    return {
+        "what": "mutants of kernels on the virtual GPU",
+        "machine": "cpu",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command,
+        "rows": [
+            {
+                "name": f"{function}: {f.mutant}",
+                "outcome": "killed" if f.killed_by else "survived",
+                "detail": f"{f.killed_by}, {f.schedule}" if f.killed_by else f.mutant.was,
+            }
+            for function, f in fates
+        ],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
