@@ -36,6 +36,7 @@ OTHER_VARIABLES = {
     "GEMM_URL": "the client's service",
     "GEMM_KEY": "the client's API key",
     "GEMM_KERNELS": "folder of compiled kernels",
+    "GEMM_CACHE": "folder of self-test outcomes and measured times",
     "GEMM_COMMIT": "commit named in results files",
 }
 
