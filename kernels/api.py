@@ -51,10 +51,7 @@ def gemm(
         None if bias is None else BiasDim(bias_dim),
         Activation(activation or "none"),
     )
-    call.prepare(tail, out_dtype)
-    problem = replace(
-        call.problem, precision=Precision(precision or "ieee"), batch_invariant=bool(batch_invariant)
-    )
+    problem = call.prepare(tail, out_dtype, Precision(precision or "ieee"), bool(batch_invariant))
     if a.is_cuda:
         import torch
 
@@ -74,7 +71,7 @@ def choice_for(problem: Problem, device: str | int = "cpu", variant: str = "auto
 
 
 class _Call:
-    """The tensors of one call, checked, as three-dimensional views; `problem` describes them."""
+    """The tensors of one call, checked, as three-dimensional views."""
 
     def __init__(self, a: Any, b: Any, c: Any, bias: Any, out: Any) -> None:
         given = {"a": a, "b": b, "c": c, "bias": bias, "out": out}
@@ -95,7 +92,6 @@ class _Call:
         self.c: Any = None if c is None else _three(c)
         self.bias: Any = None if bias is None else bias.detach().contiguous()
         self.out = out
-        self.problem: Problem
         self.d: Any
         self.result: Any
 
@@ -107,7 +103,7 @@ class _Call:
             raise ValueError(f"beta is {beta}, but there is no c")
         return float(beta)
 
-    def prepare(self, tail: Epilogue, out_dtype: Any) -> None:
+    def prepare(self, tail: Epilogue, out_dtype: Any, precision: Precision, invariant: bool) -> Problem:
         """Check shapes, make D, describe the product."""
         (_, m, k), n = self.a.shape, self.b.shape[2]
         if self.b.shape[1] != k:
@@ -124,7 +120,7 @@ class _Call:
         self._place((batch, m, n), out_dtype)
         if self.c is not None:
             self._separate_c(tail)
-        self.problem = self._describe(tail, batch)
+        return self._describe(tail, batch, precision, invariant)
 
     def _place(self, shape: tuple[int, int, int], out_dtype: Any) -> None:
         """Make D, or check what was given for it."""
@@ -152,12 +148,13 @@ class _Call:
         same = c.data_ptr() == self.d.data_ptr() and c.stride() == self.d.stride() and c.dtype == self.d.dtype
         self.c = c.clone() if tail.reads_c and not same and overlap(self.d, c) else c
 
-    def _describe(self, tail: Epilogue, batch: int) -> Problem:
+    def _describe(self, tail: Epilogue, batch: int, precision: Precision, invariant: bool) -> Problem:
         (la, m, k), (lb, _, n) = self.a.shape, self.b.shape
         trans_a, lda = _layout(self.a)
         trans_b, ldb = _layout(self.b)
         return Problem(
             m, n, k, batch, dtype_of(self.a), dtype_of(self.d), trans_a, trans_b, tail,
+            precision, invariant,
             a_broadcast=batch > 1 and la == 1,
             b_broadcast=batch > 1 and lb == 1,
             lda=lda,
@@ -169,8 +166,8 @@ class _Call:
 
 
 def _three(x: Any) -> Any:
-    x = x.detach()
-    return x if x.dim() == 3 else x[None]
+    x = x.detach() if x.requires_grad else x
+    return x if x.dim() == 3 else x.unsqueeze(0)
 
 
 def _batch(*operands: Any) -> int:

@@ -299,7 +299,7 @@ def _products(problem: Problem, a: Array, b: Array, acc: Array, library: _Librar
         library.batched(a, b, acc)
         return
     for i in range(distinct):
-        library.product(a[i % len(a)], b[i % len(b)], acc[i])
+        library.product(a[i % len(a)], b[i % len(b)], acc[i], layer=i % len(b))
     if distinct < batch:
         acc[1:] = acc[0]
 
@@ -325,6 +325,7 @@ class _Library:
         self._tensor = tensor
         self._keep = kept.get if kept is not None and tensor else _make
         self._stored = stored
+        self._layer = 0
 
     @classmethod
     def of(cls, backend: Backend, problem: Problem, tensor: str, kept: Converted | None) -> _Library:
@@ -343,12 +344,13 @@ class _Library:
         """Plain products of a batch."""
         self.matmul(widen(a, self.kind), widen(b, self.kind), out)
 
-    def product(self, a: Array, b: Array, out: Array) -> None:
-        """out [M, N] = a [M, K] · b [K, N], in the compute type. With b from `_tensor` where batch is 1."""
+    def product(self, a: Array, b: Array, out: Array, layer: int = 0) -> None:
+        """out [M, N] = a [M, K] · b [K, N], in the compute type; b is that layer of a batch."""
+        self._layer = layer
         if self.way == "exact":
             wide = None
             if self._tensor and b.size * 8 <= KEEP_WIDE_BYTES:
-                wide = self._keep(self._tensor, "wide" + self._stored, lambda: exact.wide_columns(b))
+                wide = self._kept("wide", lambda: exact.wide_columns(b))
             exact.product(a, b, out, self.matmul, wide)
         elif self.way == "rows":
             self._by_rows(a, b, out)
@@ -372,7 +374,11 @@ class _Library:
             padded[:, :n] = widen(b, self.kind)
             return padded
 
-        return self._keep(self._tensor, f"pad{pad}" + self._stored, convert)
+        return self._kept(f"pad{pad}", convert)
+
+    def _kept(self, form: str, make: Callable[[], Array]) -> Array:
+        """A form of the layer of B at hand, from the cache where B is stored."""
+        return self._keep(self._tensor, f"{form} {self._stored} {self._layer}", make)
 
     def _padded(self, a: Array, b: Array, out: Array) -> None:
         m, k = a.shape

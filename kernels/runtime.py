@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -375,17 +375,22 @@ def _dtype_of(x: Any) -> DType | None:
 
 def dtype_of(x: Any) -> DType:
     """The service's name of a torch tensor's dtype."""
+    found = _names().get(x.dtype)
+    if found is None:
+        raise TypeError(f"there are fp16, bf16, fp32 and fp64, not {x.dtype}")
+    return found
+
+
+@cache
+def _names() -> Mapping[Any, DType]:
     import torch
 
-    names = {
+    return {
         torch.float16: DType.FP16,
         torch.bfloat16: DType.BF16,
         torch.float32: DType.FP32,
         torch.float64: DType.FP64,
     }
-    if x.dtype not in names:
-        raise TypeError(f"there are fp16, bf16, fp32 and fp64, not {x.dtype}")
-    return names[x.dtype]
 
 
 def check_function(runtime: Runtime, variant: Variant, problem: Problem) -> str | None:

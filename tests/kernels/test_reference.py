@@ -317,6 +317,19 @@ def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.tobytes() == blocked.tobytes()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.FP32, DType.FP64])
+@pytest.mark.parametrize("invariant", [True, False])
+def test_each_layer_of_a_stored_batch_is_its_own(backend: Backend, dtype: DType, invariant: bool) -> None:
+    kept = Converted()
+    problem = Problem(5, 7, 9, 3, dtype, dtype, batch_invariant=invariant)
+    given_ = operands(problem)
+    for _ in range(2):
+        out = np.empty((3, 5, 7), NUMPY[dtype])
+        compute(problem, given_["a"], given_["b"], out, backend=backend, tensor="owner/b@1", kept=kept)
+        assert check(problem, out, **given_).ok
+
+
 def test_converted_keeps_within_its_budget_and_forgets() -> None:
     kept = Converted(1000)
     made = []
