@@ -82,13 +82,18 @@ def kernel(
 
     tiles = tiles_m * tiles_n
     blocks = cute.ceil_div(tiles - cta, ctas) * k_blocks  # of all tiles of this CTA
-    filling = PipelineState.producer(STAGES)
+    # The next block to load: its tile's place is worked out once a tile, since divisions would stall each block.
+    filling, next_tile, next_k = PipelineState.producer(STAGES), cta, Int32(0)
+    next_m, next_n = grouped(next_tile, tiles_m, tiles_n, GROUP_M)
     if warp == 0:
-        for block in cutlass.range(cutlass.min(blocks, STAGES - 1), unroll=1):
-            m, n = grouped(cta + block // k_blocks * ctas, tiles_m, tiles_n, GROUP_M)
+        for _ in cutlass.range(cutlass.min(blocks, STAGES - 1), unroll=1):
             if prims.elect_sync():
-                load(sA, sB, a_map, b_map, tma2mma, filling.stage, m, n, block % k_blocks)
+                load(sA, sB, a_map, b_map, tma2mma, filling.stage, next_m, next_n, next_k)
             filling.advance()
+            next_k += 1
+            if next_k == k_blocks:
+                next_k, next_tile = Int32(0), next_tile + ctas
+                next_m, next_n = grouped(next_tile, tiles_m, tiles_n, GROUP_M)
 
     reading, releasing = PipelineState.consumer(STAGES), PipelineState.consumer(STAGES)
     block = Int32(0)
@@ -102,13 +107,15 @@ def kernel(
                 if prims.elect_sync():
                     prims.mbarrier_arrive(mma2tma.subview(releasing.stage))
                 releasing.advance()
-            ahead = block + STAGES - 1
-            if warp == 0 and ahead < blocks:
-                m, n = grouped(cta + ahead // k_blocks * ctas, tiles_m, tiles_n, GROUP_M)
+            if warp == 0 and block + STAGES - 1 < blocks:
                 wait(mma2tma, filling.stage, filling.phase)
                 if prims.elect_sync():
-                    load(sA, sB, a_map, b_map, tma2mma, filling.stage, m, n, ahead % k_blocks)
+                    load(sA, sB, a_map, b_map, tma2mma, filling.stage, next_m, next_n, next_k)
                 filling.advance()
+                next_k += 1
+                if next_k == k_blocks:
+                    next_k, next_tile = Int32(0), next_tile + ctas
+                    next_m, next_n = grouped(next_tile, tiles_m, tiles_n, GROUP_M)
             block += 1
         warpgroup.wait_group(0)
 

@@ -94,12 +94,13 @@ def load_shared(
 def release(mma2tma: cutlass.Array, stage: Int32, rank: Int32) -> None:
     """One arrival a warp at both CTAs: this warp has read the stage, so either producer may fill it.
 
-    The own CTA's needs no more than CTA scope; a release at cluster scope is a fence over the whole GPU.
+    Relaxed at cluster scope for the peer: a release at that scope is a fence over the whole GPU, every K block,
+    and nothing that this warp wrote is handed over. What it read, wgmma has read: `wait_group` came before.
     """
     barrier = mma2tma.subview(stage)
     if prims.elect_sync():
         prims.mbarrier_arrive(barrier)
-        prims.mbarrier_arrive(prims.mapa(barrier, rank ^ 1), scope=prims.MemScope.CLUSTER)
+        prims.mbarrier_arrive(prims.mapa(barrier, rank ^ 1), scope=prims.MemScope.CLUSTER, relaxed=True)
 
 
 @cute.kernel
