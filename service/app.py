@@ -31,7 +31,7 @@ from service.metrics import Metrics
 from service.routes import gemm, inference, info, jobs, schema, tensors
 from service.routes.plain import Shortcut
 from service.services import Services
-from service.settings import Settings
+from service.settings import Settings, SettingsError
 from service.store import TensorStore
 from service.supervisor import Options, Supervisor
 
@@ -64,7 +64,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             await services.store.start()
             services.supervisor.start()
             await services.jobs.start()
-            yield
+            async with serving_grpc(services, app.version):
+                yield
         finally:
             await shut(services)
 
@@ -80,6 +81,27 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.include_router(router)
     _serve_docs(app)
     return app
+
+
+@contextlib.asynccontextmanager
+async def serving_grpc(services: Services, version: str) -> AsyncIterator[None]:
+    """The inference protocol over gRPC, where a port is set, for the length of a block."""
+    settings = services.settings
+    if settings.grpc_port is None:
+        yield
+        return
+    try:
+        from service.inference import rpc
+    except ImportError:
+        raise SettingsError("grpc_port: needs the extra grpc: pip install 'gemm-service[grpc]'") from None
+    # Beside a Unix socket, gRPC is for this machine too.
+    host = settings.host if settings.uds is None else "127.0.0.1"
+    server, services.inference.grpc_port = await rpc.serve(services, host, settings.grpc_port, version)
+    try:
+        yield
+    finally:
+        await drain(services)
+        await server.stop(1.0)
 
 
 def build(settings: Settings) -> Services:

@@ -150,7 +150,7 @@ class Gate:
         elif code == _CLIENT_LEFT:
             services.metrics.reject("client_gone")
         stages: dict[str, float] = scope["state"]["stages"]
-        probe = route == "/metrics" or route.startswith("/health")
+        probe = route == "/metrics" or route.startswith(_PROBES)
         if self._tracer is not None and not probe:
             attributes = {"http.request.method": scope["method"], "http.route": route}
             self._tracer.request(trace, seconds, stages, {**attributes, "http.response.status_code": code})

@@ -111,6 +111,12 @@ class Settings(BaseModel):
         le=65535,
         description="Port that serves /metrics alone, 1 to 65535; unset: the service's port",
     )
+    grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of the inference protocol over gRPC, 0 to 65535; 0 takes a free one; unset: none",
+    )
 
     # Who may.
     keys_file: Path | None = Field(None, description="File of API keys, made by `gemm-service keys add`")

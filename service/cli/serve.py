@@ -220,6 +220,8 @@ def run(settings: Settings, listener: socket.socket) -> int:
             await super().startup(sockets)
             if self.started:
                 await self._open_scrape()
+                if (port := app.state.services.inference.grpc_port) is not None:
+                    print(f"gemm-service speaks gRPC on port {port}", flush=True)
                 print(f"gemm-service listens on {url(settings, listener)}", flush=True)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:

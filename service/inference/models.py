@@ -100,8 +100,10 @@ class Repository:
             raise ServiceError("no_worker", f"model {name} isn't ready: it was unloaded")
         return model
 
-    def load(self, name: str) -> None:
-        """Take requests for the model."""
+    def load(self, name: str, *, configured: bool = False) -> None:
+        """Take requests for the model; `configured`: with files or a configuration, which none here takes."""
+        if configured:
+            raise ServiceError("not_implemented", "models here take no files and no other configuration")
         self._unloaded.discard(self.find(name).name)
 
     def unload(self, name: str) -> None:

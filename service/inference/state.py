@@ -14,6 +14,8 @@ class State:
     """One front's."""
 
     def __init__(self, settings: Settings, in_force: Callable[[str], bool]) -> None:
+        #: Where gRPC listens, while it does.
+        self.grpc_port: int | None = None
         self.repository = Repository()
         self.statistics = Statistics()
         self.regions = Regions(settings.shared_memory_lease_seconds, in_force)

@@ -20,6 +20,7 @@ from service.inference import cuda_memory, registration, reply, system_memory
 from service.inference.compute import compute
 from service.inference.decode import decode
 from service.inference.models import MODELS, Model
+from service.inference.server import check_ready, server_metadata
 from service.inference.statistics import Times
 from service.keys import Principal
 from service.reply import send_json
@@ -29,17 +30,6 @@ from service.services import Services
 from service.transfer import Transfer
 
 router = APIRouter(route_class=PlainRoute, prefix="/v2", tags=["inference"])
-
-EXTENSIONS = (
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-    "model_configuration",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-)
-SHARED_MEMORY = ("system_shared_memory", "cuda_shared_memory")
 
 #: Bodies of the small requests: names and flags.
 _SMALL = 1 << 16
@@ -132,27 +122,15 @@ async def _server(scope: Scope, receive: Receive, send: Send) -> None:
     await _json(scope, receive, send, server_metadata(_services(scope), scope["app"].version))
 
 
-def server_metadata(services: Services, version: str) -> dict[str, Any]:
-    """Name, version, and the extensions that are on."""
-    shared = SHARED_MEMORY if services.settings.shared_memory else ()
-    return {"name": "gemm-service", "version": version, "extensions": [*EXTENSIONS, *shared]}
-
-
-def _check_ready(services: Services) -> None:
-    if not services.supervisor.ready:
-        code = "draining" if services.supervisor.draining else "no_worker"
-        raise ServiceError(code, "the service isn't ready")
-
-
 async def _ready(scope: Scope, receive: Receive, send: Send) -> None:
-    _check_ready(_services(scope))
+    check_ready(_services(scope))
     await _empty(scope, receive, send)
 
 
 async def _model_ready(scope: Scope, receive: Receive, send: Send) -> None:
     services = _services(scope)
     services.inference.repository.ready(*_named(scope))
-    _check_ready(services)
+    check_ready(services)
     await _empty(scope, receive, send)
 
 
@@ -197,9 +175,8 @@ async def _index(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _load(scope: Scope, receive: Receive, send: Send) -> None:
     document = await read_document(Transfer.of(scope, receive, send))
-    if document.get("parameters"):
-        raise ServiceError("not_implemented", "models here take no files and no other configuration")
-    _services(scope).inference.repository.load(_named(scope)[0])
+    repository = _services(scope).inference.repository
+    repository.load(_named(scope)[0], configured=bool(document.get("parameters")))
     await _empty(scope, receive, send)
 
 

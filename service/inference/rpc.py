@@ -1,0 +1,372 @@
+"""The Open Inference Protocol over gRPC: receives calls, hands on products; in the front, on the same event loop.
+
+The way of a call is the one of a request over HTTP: who may (the same keys, as metadata `authorization`), decode,
+admit … kernel, reply. Messages arrive whole, so operands are copied once more than over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+
+from service import logs
+from service.decode import Operands
+from service.errors import ServiceError
+from service.gate import check_peer, translate
+from service.inference import cuda_memory, registration, system_memory
+from service.inference.bind import bind
+from service.inference.compute import compute
+from service.inference.errors import status_of
+from service.inference.models import MODELS, Model
+from service.inference.proto import pb
+from service.inference.request import Inference, parse
+from service.inference.rpc_messages import (
+    cuda_registration,
+    infer_document,
+    infer_response,
+    message_of,
+    system_registration,
+)
+from service.inference.server import check_ready, server_metadata
+from service.inference.statistics import Times
+from service.keys import ANONYMOUS, Principal
+from service.services import Services
+
+SERVICE = "inference.GRPCInferenceService"
+#: The largest message that gRPC's lengths can tell.
+_MOST_BYTES = (1 << 31) - 1
+#: What a message holds beside its tensors.
+_BESIDE = 1 << 20
+
+_OPEN = ("ServerLive", "ServerReady")
+_SCOPES = {
+    **dict.fromkeys(("ModelInfer", "ModelStreamInfer"), "gemm"),
+    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), "admin"),
+    **dict.fromkeys(("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"), "admin"),
+    **dict.fromkeys(("CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"), "admin"),
+}
+_STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+
+Call = Callable[[Any, Principal, Any], Awaitable[Any]]
+_log = logs.Log("rpc")
+
+
+async def serve(services: Services, host: str, port: int, version: str) -> tuple[Any, int]:
+    """A started server and its port; OSError where the address can't be had."""
+    settings = services.settings
+    options = [
+        ("grpc.max_receive_message_length", min(settings.max_body_bytes + _BESIDE, _MOST_BYTES)),
+        ("grpc.max_send_message_length", _MOST_BYTES),
+        ("grpc.max_metadata_size", settings.header_bytes),
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=settings.queue_requests)
+    server.add_generic_rpc_handlers((Rpc(services, version).handler(),))
+    try:
+        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError:
+        raise OSError(f"grpc_port = {port}: can't listen on {host} port {port}") from None
+    await server.start()
+    return server, bound
+
+
+def status_code(problem: ServiceError) -> Any:
+    """gRPC's code of a refusal."""
+    if problem.code == "deadline":
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    return _STATUS.get(status_of(problem), grpc.StatusCode.INTERNAL)
+
+
+class Rpc:
+    """The protocol's calls."""
+
+    def __init__(self, services: Services, version: str) -> None:
+        self._services = services
+        self._state = services.inference
+        self._version = version
+
+    def handler(self) -> Any:
+        """What a server needs to know of them."""
+        calls: dict[str, Call] = {
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+            "ServerMetadata": self._server,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._metadata,
+            "ModelConfig": self._config,
+            "ModelStatistics": self._statistics,
+            "ModelInfer": self._infer,
+            "RepositoryIndex": self._index,
+            "RepositoryModelLoad": self._load,
+            "RepositoryModelUnload": self._unload,
+            "SystemSharedMemoryStatus": self._system_status,
+            "SystemSharedMemoryRegister": self._system_register,
+            "SystemSharedMemoryUnregister": self._system_unregister,
+            "CudaSharedMemoryStatus": self._cuda_status,
+            "CudaSharedMemoryRegister": self._cuda_register,
+            "CudaSharedMemoryUnregister": self._cuda_unregister,
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._guarded(name, call),
+                request_deserializer=getattr(pb, f"{name}Request").FromString,
+                response_serializer=getattr(pb, f"{name}Response").SerializeToString,
+            )
+            for name, call in calls.items()
+        }
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._stream,
+            request_deserializer=pb.ModelInferRequest.FromString,
+            response_serializer=pb.ModelStreamInferResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    # -- who may, and what became of it ---------------------------------------------------------------------------
+
+    def _guarded(self, name: str, call: Call) -> Callable[[Any, Any], Awaitable[Any]]:
+        """The call between the keys and the log."""
+
+        async def guarded(request: Any, context: Any) -> Any:
+            async with _Watched(self._services, name) as watched:
+                try:
+                    watched.principal = self._admit(name, context)
+                    return await call(request, watched.principal, context)
+                except Exception as error:  # The last resort, as in the gate: every caller gets an answer.
+                    problem = watched.refused(error)
+            return await context.abort(status_code(problem), problem.detail)
+
+        return guarded
+
+    def _admit(self, name: str, context: Any) -> Principal:
+        """Who calls; ServiceError where the call may not pass."""
+        keys = self._services.keys
+        if not keys.required:
+            if not self._services.settings.insecure:
+                check_peer(_peer(context.peer()))
+            return ANONYMOUS
+        if name in _OPEN:
+            return Principal("", frozenset())
+        metadata = dict(context.invocation_metadata() or ())
+        principal = keys.check(metadata.get("authorization"))
+        if name in _SCOPES:
+            principal.require(_SCOPES[name])
+        keys.enter(principal)
+        return principal
+
+    # -- infer ----------------------------------------------------------------------------------------------------
+
+    async def _infer(self, message: Any, principal: Principal, context: Any) -> Any:
+        model = self._state.repository.ready(message.model_name, message.model_version)
+        started = time.perf_counter()
+        try:
+            response, times = await self._answer(message, model, principal, context)
+        except BaseException:
+            self._state.statistics.failed(model, time.perf_counter() - started)
+            raise
+        self._state.statistics.succeeded(model, times, time.time())
+        return response
+
+    async def _answer(
+        self, message: Any, model: Model, principal: Principal, context: Any
+    ) -> tuple[Any, Times]:
+        started = time.perf_counter()
+        operands = Operands(self._services, principal.owner, time.monotonic())
+        raw: list[bytes] = list(message.raw_input_contents)
+
+        async def read(views: list[memoryview]) -> None:
+            for view, content in zip(views, raw, strict=True):
+                view[:] = content
+
+        try:
+            inference = _in_time(parse(infer_document(message), model), context.time_remaining())
+            request = await bind(operands, inference, self._state.regions, read)
+        except BaseException:
+            operands.release()
+            raise
+        decoded = time.perf_counter()
+        try:
+            submit = self._services.supervisor.submit
+            outcome, kept = await compute(self._services, principal, inference, request, submit)
+            computed = time.perf_counter()
+            response = infer_response(inference, request, outcome, kept)
+        finally:
+            request.out.release()
+        ended = time.perf_counter()
+        self._services.metrics.took("decode", decoded - started)
+        self._services.metrics.took("reply", ended - computed)
+        times = Times(
+            outcome.queue_seconds,
+            decoded - started,
+            outcome.compute_seconds,
+            ended - computed,
+            outcome.batched,
+        )
+        return response, times
+
+    async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Requests one after the other; a refused one is told in its place, and the stream goes on."""
+        problem: ServiceError | None = None
+        async with _Watched(self._services, "ModelStreamInfer") as watched:
+            try:
+                watched.principal = self._admit("ModelStreamInfer", context)
+            except ServiceError as error:
+                problem = watched.refused(error)
+            else:
+                async for message in requests:
+                    yield await self._streamed(message, watched.principal, context)
+        if problem is not None:
+            await context.abort(status_code(problem), problem.detail)
+
+    async def _streamed(self, message: Any, principal: Principal, context: Any) -> Any:
+        async with _Watched(self._services, "ModelInfer") as watched:
+            try:
+                response = await self._infer(message, principal, context)
+            except Exception as error:
+                problem = watched.refused(error)
+                failed = pb.ModelInferResponse(model_name=message.model_name, id=message.id)
+                return pb.ModelStreamInferResponse(error_message=problem.detail, infer_response=failed)
+            return pb.ModelStreamInferResponse(infer_response=response)
+
+    # -- server and models ----------------------------------------------------------------------------------------
+
+    async def _live(self, message: Any, principal: Principal, context: Any) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    async def _ready(self, message: Any, principal: Principal, context: Any) -> Any:
+        return pb.ServerReadyResponse(ready=self._services.supervisor.ready)
+
+    async def _server(self, message: Any, principal: Principal, context: Any) -> Any:
+        return message_of(pb.ServerMetadataResponse, server_metadata(self._services, self._version))
+
+    async def _model_ready(self, message: Any, principal: Principal, context: Any) -> Any:
+        try:
+            self._state.repository.ready(message.name, message.version)
+            check_ready(self._services)
+        except ServiceError:
+            return pb.ModelReadyResponse(ready=False)
+        return pb.ModelReadyResponse(ready=True)
+
+    async def _metadata(self, message: Any, principal: Principal, context: Any) -> Any:
+        model = self._state.repository.ready(message.name, message.version)
+        return message_of(pb.ModelMetadataResponse, model.metadata())
+
+    async def _config(self, message: Any, principal: Principal, context: Any) -> Any:
+        model = self._state.repository.ready(message.name, message.version)
+        return message_of(pb.ModelConfigResponse, {"config": model.config()})
+
+    async def _statistics(self, message: Any, principal: Principal, context: Any) -> Any:
+        models = [self._state.repository.find(message.name, message.version).name] if message.name else MODELS
+        return message_of(pb.ModelStatisticsResponse, self._state.statistics.document(models))
+
+    # -- repository -----------------------------------------------------------------------------------------------
+
+    async def _index(self, message: Any, principal: Principal, context: Any) -> Any:
+        rows = self._state.repository.index(ready=message.ready)
+        return message_of(pb.RepositoryIndexResponse, {"models": rows})
+
+    async def _load(self, message: Any, principal: Principal, context: Any) -> Any:
+        self._state.repository.load(message.model_name, configured=bool(message.parameters))
+        return pb.RepositoryModelLoadResponse()
+
+    async def _unload(self, message: Any, principal: Principal, context: Any) -> Any:
+        self._state.repository.unload(message.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    # -- shared memory --------------------------------------------------------------------------------------------
+
+    async def _system_status(self, message: Any, principal: Principal, context: Any) -> Any:
+        rows = self._state.regions.status(principal.owner, system_memory.KIND, message.name)
+        regions = {row["name"]: row for row in rows}
+        return message_of(pb.SystemSharedMemoryStatusResponse, {"regions": regions})
+
+    async def _system_register(self, message: Any, principal: Principal, context: Any) -> Any:
+        document = system_registration(message)
+        await registration.register(self._services, principal, system_memory.KIND, message.name, document)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def _system_unregister(self, message: Any, principal: Principal, context: Any) -> Any:
+        await self._state.regions.unregister(principal.owner, system_memory.KIND, message.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def _cuda_status(self, message: Any, principal: Principal, context: Any) -> Any:
+        rows = self._state.regions.status(principal.owner, cuda_memory.KIND, message.name)
+        regions = {row["name"]: row for row in rows}
+        return message_of(pb.CudaSharedMemoryStatusResponse, {"regions": regions})
+
+    async def _cuda_register(self, message: Any, principal: Principal, context: Any) -> Any:
+        document = cuda_registration(message)
+        await registration.register(self._services, principal, cuda_memory.KIND, message.name, document)
+        return pb.CudaSharedMemoryRegisterResponse()
+
+    async def _cuda_unregister(self, message: Any, principal: Principal, context: Any) -> Any:
+        await self._state.regions.unregister(principal.owner, cuda_memory.KIND, message.name)
+        return pb.CudaSharedMemoryUnregisterResponse()
+
+
+class _Watched:
+    """One call from its begin to its end: its line in the log, its count in the metrics, its key's share."""
+
+    def __init__(self, services: Services, name: str) -> None:
+        self._services = services
+        self._route = f"grpc/{name}"
+        self._refused: ServiceError | None = None
+        self.principal: Principal | None = None
+
+    async def __aenter__(self) -> _Watched:
+        self._started = time.perf_counter()
+        self._token = logs.bind(logs.new_id(), logs.Trace.take(None))
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        services, seconds = self._services, time.perf_counter() - self._started
+        if self.principal is not None:
+            services.keys.leave(self.principal)
+        left = kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit)
+        code = 499 if left else 200 if self._refused is None else status_of(self._refused)
+        services.metrics.request(self._route, code, seconds)
+        if left or self._refused is not None:
+            services.metrics.reject("client_gone" if self._refused is None else self._refused.code)
+        _log.info("request", route=self._route, code=code, seconds=round(seconds, 6))
+        logs.unbind(self._token)
+
+    def refused(self, error: Exception) -> ServiceError:
+        """The call failed: how it is told."""
+        self._refused = translate(error)
+        if self._refused.code == "internal":
+            _log.error("unhandled", exception=error, route=self._route)
+        return self._refused
+
+
+def _in_time(inference: Inference, remaining: float | None) -> Inference:
+    """The request with the call's own deadline, where it is the earlier one."""
+    if remaining is None or remaining > 1e6:
+        return inference
+    late = max(0.0, remaining * 1e3)
+    fields = inference.fields
+    if fields.deadline_ms is not None and fields.deadline_ms <= late:
+        return inference
+    return replace(inference, fields=fields.model_copy(update={"deadline_ms": late}))
+
+
+def _peer(text: str) -> tuple[str, int] | None:
+    """The address in `ipv4:127.0.0.1:5000` or `ipv6:[::1]:5000`; None for a Unix socket."""
+    kind, _, rest = text.partition(":")
+    if kind == "unix":
+        return None
+    host, _, port = unquote(rest).rpartition(":")
+    return host.strip("[]"), int(port) if port.isdigit() else 0
