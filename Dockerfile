@@ -17,10 +17,10 @@ COPY kernels kernels
 FROM build AS build-cpu
 # TORCH_ARGS may name another index for torch's CPU build, which is smaller than the default one.
 ARG TORCH_ARGS=""
-RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch]'
+RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc]'
 
 FROM build AS build-cuda
-RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu]'
+RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu,grpc]'
 
 # ---- the kernels, compiled ahead of time: the final image holds no compiler -----------------------------------
 FROM build AS kernels

@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo serve test test-ci test-gpu lint bench bench-gpu bench-gpus clean
+.PHONY: help demo serve test test-ci test-gpu lint proto bench bench-gpu bench-gpus clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -44,6 +44,10 @@ lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+proto: $(VENV)/.dev ## Write the messages of gRPC again from service/inference/proto/inference.proto
+	$(PIP) grpcio-tools
+	cd service/inference/proto && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. inference.proto
 
 bench: $(VENV)/.dev ## Measure the service against its peers (needs wrk); writes benchmarks/results
 	$(PIP) -e '.[bench]'

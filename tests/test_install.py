@@ -144,12 +144,13 @@ def test_the_readmes_curl_commands_answer(tmp_path: Path) -> None:
 def test_the_readmes_python_runs(tmp_path: Path) -> None:
     import numpy as np
 
-    (code,) = blocks("python")
+    code = "\n".join(blocks("python"))
     rng = np.random.default_rng(2)
     names = {"a": rng.standard_normal((8, 16)), "b": rng.standard_normal((16, 16))}
     with running(tmp_path / "data") as service:
         service.ready()
-        exec(compile(code.replace("http://127.0.0.1:8000", service.url), "README.md", "exec"), names)
+        here = code.replace("127.0.0.1:8000", service.url.removeprefix("http://"))
+        exec(compile(here, "README.md", "exec"), names)
     np.testing.assert_allclose(names["d"], names["a"] @ names["b"], rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(names["y"], names["a"] @ names["b"] @ names["b"], rtol=1e-9, atol=1e-9)
 
