@@ -13,6 +13,7 @@ variant is timed in short blocks as well, which tells how far the selector was f
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels.runtime
-from benchmarks.record import spread, write
+from benchmarks.record import RESULTS, spread, write
 from kernels.device import Device, describe_cuda
 from kernels.hopper.variants import Step9, variants
 from kernels.problem import DType, Problem
@@ -49,6 +50,8 @@ SHAPES = (  # batch, m, n, k
     (1, 1000, 3000, 500),
     (64, 512, 512, 512),
 )
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+BEGIN = "<!-- suite: python -m benchmarks.suite --readme -->\n"
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
 BLOCK_SECONDS = 0.25
 PAUSE_SECONDS = 0.01
@@ -247,9 +250,10 @@ def measure(
     errors = {name: checked(launch, sets[0]) for name, launch in launchers.items()}
     launchers |= {name: reference(problem.batch, name) for name in LIBRARIES}
     runners = [contender(name, launch, sets, estimate) for name, launch in launchers.items()]
-    for _ in range(rounds):
+    for turn in range(rounds):
         time.sleep(PAUSE_SECONDS)
-        for runner in runners:
+        first = turn % len(runners)  # each comes first as often: the clock falls within a burst
+        for runner in runners[first:] + runners[:first]:
             runner.burst.append(runner.replay_seconds())
     for turn in (runners, runners[::-1]):
         for runner in turn:
@@ -401,6 +405,62 @@ def selector_table(rows: Sequence[dict[str, Any]], chosen: Sequence[dict[str, An
     return "\n".join(lines)
 
 
+def markdown(documents: Sequence[dict[str, Any]]) -> str:
+    """The sustained and burst ratios of results files, one a dtype, as a table in Markdown."""
+    head = ["M×N×K"]
+    for document in documents:
+        dtype = document["rows"][0]["problem"]["dtype"]
+        head += [f"{dtype}: variant", "µs", "sustained", "burst"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---|---:|---:|---:|" * len(documents)]
+    tables = [_by_shape(document["rows"]) for document in documents]
+    for shape in tables[0]:
+        cells = [shape]
+        for each in tables:
+            burst, sustained = each[shape]["burst"], each[shape]["sustained"]
+            cells += [
+                sustained["variant"].removeprefix("step9-"),
+                f"{sustained['seconds']['median'] * 1e6:,.1f}",
+                f"{sustained['ratio']:.3f}",
+                f"{burst['ratio']:.3f}",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    cells = ["geometric mean"]
+    for each in tables:
+        means = [
+            math.exp(statistics.fmean(math.log(row[timing]["ratio"]) for row in each.values()))
+            for timing in ("sustained", "burst")
+        ]
+        cells += ["", "", *(f"{mean:.3f}" for mean in means)]
+    return "\n".join([*lines, "| " + " | ".join(cells) + " |"])
+
+
+def _by_shape(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if not row["batch_invariant"]:
+            p = row["problem"]
+            shape = f"{p['batch']} × " * (p["batch"] > 1) + "×".join(str(p[key]) for key in ("m", "n", "k"))
+            found.setdefault(shape, {})[row["timing"]] = row
+    return found
+
+
+def readme(text: str, results: Path) -> str:
+    """kernels/README.md with the suite's table made anew from the results."""
+    files = [results / "h200" / f"suite{suffix}.json" for suffix in ("", "-bf16")]
+    documents = [json.loads(file.read_text()) for file in files if file.is_file()]
+    section = ""
+    if documents:
+        machine = documents[0]["machine"]
+        section = (
+            f"{markdown(documents)}\n\nMeasured on one {machine['device']} on {documents[0]['date'][:10]} by "
+            f"`{documents[0]['command']}` (benchmarks/results/h200/suite.json, suite-bf16.json); a reduction read "
+            f"{machine['reduction_bytes_per_second'] / 1e12:.2f} TB/s in the same run.\n"
+        )
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition("<!-- end -->")
+    return f"{before}{BEGIN}{section}{end}{after}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description="Time the shape suite.")
@@ -413,7 +473,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="time every own variant too")
     parser.add_argument("--machine", help="folder of the results (default: from the device's name)")
     parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
+    parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
     options = parser.parse_args(argv)
+    if options.readme:
+        README.write_text(readme(README.read_text(), RESULTS))
+        return 0
 
     import torch
 
