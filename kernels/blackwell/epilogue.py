@@ -125,36 +125,50 @@ class Fused:
 
 
 @cute.jit
-def fuse(
-    f: Fused, values: cutlass.Vector, c: cutlass.Vector | None, row: Int32, column: Int32
-) -> cutlass.Vector:
+def fuse(f: Fused, values: cutlass.Vector, c: Any, row: Int32, column: Int32) -> cutlass.Vector:
     """act(alpha · values + beta · c + bias) of a piece of a row; c isn't used where there is no C."""
-    values = values * f.alpha
-    if cutlass.const_expr(c is not None):
-        if f.has_c:
-            values = values + c * f.beta
     count = values.shape[0]
     if f.has_more:
         if cutlass.const_expr(count <= PART):
-            values = bias_and_activation(f, values, row, column)
+            values = _fuse_part(f, values, c, row, column)
         else:
             # One copy of this long code: the part in front is taken off and comes back at the end.
             for part in range(count // PART):
                 elements = values.to_elements()
-                done = bias_and_activation(f, _vector(elements[:PART]), row, column + part * PART)
+                front = None
+                if cutlass.const_expr(c is not None):
+                    of_c = c.to_elements()
+                    front = _vector(of_c[:PART])
+                    c = _vector((*of_c[PART:], *of_c[:PART]))
+                done = _fuse_part(f, _vector(elements[:PART]), front, row, column + part * PART)
                 values = _vector((*elements[PART:], *done.to_elements()))
+    elif cutlass.const_expr(c is not None):
+        if f.has_c:
+            values = _fma(values, f.alpha, _fma(c, f.beta, cutlass.full((count,), 0.0, Float32)))
+        else:
+            values = values * f.alpha
+    else:
+        values = values * f.alpha
     return values
 
 
 @cute.jit
-def bias_and_activation(f: Fused, values: cutlass.Vector, row: Int32, column: Int32) -> cutlass.Vector:
-    """act(values + bias)."""
+def _fuse_part(f: Fused, values: cutlass.Vector, c: Any, row: Int32, column: Int32) -> cutlass.Vector:
+    """The same with a bias, an activation or both.
+
+    Each sum is an explicit fused multiply-add: were it left to the compiler, it could differ from function to
+    function, and with it the last bit.
+    """
+    addend = cutlass.full((values.shape[0],), 0.0, Float32)
     kind = (f.code >> 4) & 3
     if kind != 0:
         along_m = (f.code >> 6) & 1
         address = f.bias + Int64(cutlass.min(row, f.rows - 1) * along_m) * size_of(kind)
-        bias = load_line(address, kind, Int64(1 - along_m), column, f.columns, values.shape[0])
-        values = values + bias
+        addend = load_line(address, kind, Int64(1 - along_m), column, f.columns, values.shape[0])
+    if cutlass.const_expr(c is not None):
+        if f.has_c:
+            addend = _fma(c, f.beta, addend)
+    values = _fma(values, f.alpha, addend)
     activation = f.code & 3
     if activation == RELU:
         values = _vector(tuple(relu(v) for v in values.to_elements()))
@@ -163,6 +177,11 @@ def bias_and_activation(f: Fused, values: cutlass.Vector, row: Int32, column: In
     if activation == SILU:
         values = _vector(tuple(silu(v) for v in values.to_elements()))
     return values
+
+
+def _fma(values: cutlass.Vector, scale: Float32, addend: cutlass.Vector) -> cutlass.Vector:
+    pairs = zip(values.to_elements(), addend.to_elements(), strict=True)
+    return _vector(tuple(cute.math.fma(v, scale, a) for v, a in pairs))
 
 
 def c_line(f: Fused, row: Int32, column: Int32, layer: Int32, count: int) -> cutlass.Vector:
