@@ -244,20 +244,29 @@ def probe(seconds: float) -> list[Row]:
         for load, pause in (("idle", None), ("half", 1.0), ("full", 0.0)):
             flops, began = 0.0, time.perf_counter()
             served_ratio: list[float] = []
+            ahead: list[Any] = []
             readings.clear()
+            stop = threading.Event()
+            scraper = threading.Thread(target=_scrape, args=(port, served_ratio, stop))
+            scraper.start()
             while time.perf_counter() - began < seconds:
                 if pause is None:
                     time.sleep(0.1)
                 else:
                     turn = time.perf_counter()
-                    for _ in range(8):
+                    for _ in range(16):
                         gemm(a, b, out=out, batch_invariant=False)
                         flops += 2.0 * size**3
-                    torch.cuda.synchronize()
-                    time.sleep(pause * (time.perf_counter() - turn))
-                if time.perf_counter() - began > 1.5:
-                    read = [v for k, v in metrics(port).items() if k.startswith("gemm_tensor_active_ratio{")]
-                    served_ratio += read
+                        while ahead and not ahead[0].query():
+                            time.sleep(1e-4)
+                        ahead[:] = [torch.cuda.Event()]
+                        ahead[0].record()
+                    if pause:
+                        torch.cuda.synchronize()
+                        time.sleep(pause * (time.perf_counter() - turn))
+            torch.cuda.synchronize()
+            stop.set()
+            scraper.join()
             spent = time.perf_counter() - began
             mine = [r for r in readings[3:] if r.active is not None]
             ratio = statistics.mean(r.active for r in mine)
@@ -276,6 +285,13 @@ def probe(seconds: float) -> list[Row]:
             )
         second.stop()
     return rows
+
+
+def _scrape(port: int, into: list[float], stop: threading.Event) -> None:
+    """The metric twice a second, once the load has settled."""
+    stop.wait(1.5)
+    while not stop.wait(0.5):
+        into += [v for k, v in metrics(port).items() if k.startswith("gemm_tensor_active_ratio{")]
 
 
 def killed() -> list[Row]:

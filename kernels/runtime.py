@@ -160,17 +160,29 @@ class Runtime:
         """The variant to run, and why. Raises Unsupported."""
         return self._plan(_kind(as_packed(problem)), variant)
 
-    def run(self, problem: Problem, operands: Operands, variant: str = "auto") -> Choice:
-        """Queue D on the current stream. `problem` describes the operands as they lie. Raises Unsupported."""
+    def run(
+        self,
+        problem: Problem,
+        operands: Operands,
+        variant: str = "auto",
+        *,
+        before: Callable[[], object] = lambda: None,
+    ) -> Choice:
+        """Queue D on the current stream. `problem` describes the operands as they lie. Raises Unsupported.
+
+        before: called once all is chosen and checked, right before the launch; a place to record an event.
+        """
         tidy = as_packed(problem)
         while True:
             choice = self.choose(tidy, variant)
             if choice.variant == cublas.NAME:
+                before()
                 cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
                 return choice
             chosen = self._by_name[choice.variant]
             wrong = self._unproven(chosen, tidy)
             if wrong is None:
+                before()
                 self.launch(chosen, problem, operands)
                 return choice
             log.error("variant %s is quarantined: %s", choice.variant, wrong)

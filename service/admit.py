@@ -30,7 +30,7 @@ def admit(work: Work, queue: Queue, bounds: Bounds, now: float) -> None:
         raise ServiceError(
             "queue_full", f"{queue.depth} requests are waiting", limit=bounds.requests, retry_after=retry
         )
-    if queue.depth and queue.nbytes + work.nbytes > bounds.nbytes:
+    if queue.depth and queue.nbytes + work.held_nbytes > bounds.nbytes:
         raise ServiceError(
             "queue_full",
             f"{queue.nbytes} bytes of operands are waiting",

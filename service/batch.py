@@ -53,9 +53,17 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of operands and result that the work holds."""
-        parts = (self.a, self.b, self.out, self.c, self.bias)
-        return sum(part.nbytes for part in parts if part is not None)
+        """Bytes of operands and result that the product touches."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that the work alone holds while it waits: stored tensors are there anyway, for all who use them."""
+        return sum(part.nbytes for part in self._parts if not part.tensor)
+
+    @property
+    def _parts(self) -> list[Operand]:
+        return [x for x in (self.a, self.b, self.out, self.c, self.bias) if x is not None]
 
     @property
     def rows(self) -> int:
@@ -135,7 +143,7 @@ class Queue:
         if work.stack_key is not None:
             self._stacks.setdefault(work.stack_key, {})[work.id] = work
         self.depth += 1
-        self.nbytes += work.nbytes
+        self.nbytes += work.held_nbytes
         self.seconds += work.seconds
 
     def discard(self, work: Work) -> bool:
@@ -148,7 +156,7 @@ class Queue:
             if not stack:
                 del self._stacks[work.stack_key]
         self.depth -= 1
-        self.nbytes -= work.nbytes
+        self.nbytes -= work.held_nbytes
         # Sums of floats drift; an empty queue has no work.
         self.seconds = self.seconds - work.seconds if self.depth else 0.0
         return True

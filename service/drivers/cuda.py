@@ -317,10 +317,11 @@ class CudaDriver:
             operands = replace(operands, c=operands.c.expand(operands.d.shape))
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._compute):
-            begun.record()
             if operands.d.numel():
-                choice = self._runtime.run(problem, operands, wanted)
+                # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
+                choice = self._runtime.run(problem, operands, wanted, before=begun.record)
             else:
+                begun.record()
                 choice = self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
             ended.record()
         flight.runs.append(_Run(items, choice, problem.flops, begun, ended))

@@ -7,6 +7,7 @@ for a while the only copy of what is to be written soon.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable
@@ -24,6 +25,11 @@ from service.store.index import ContentRow
 from service.store.memory import Backing, Memory
 
 logger = logging.getLogger(__name__)
+
+#: Seconds for which a result of /gemm may be replaced before it is written.
+WRITE_BACK_SECONDS = 0.25
+#: Results that are written at once.
+WRITERS = 2
 
 
 class Contents:
@@ -48,6 +54,8 @@ class Contents:
         self.disk_bytes = 0
         self.bytes_by_owner: dict[str, int] = {}
         self.closing = False
+        self._hurry = asyncio.Event()
+        self._writers = asyncio.Semaphore(WRITERS)
         self._forget = forget
         self._contents: dict[str, Content] = {}
         self._unwritten: dict[str, Content] = {}
@@ -228,6 +236,23 @@ class Contents:
             content.writing = self.effects.spawn(self._write_back(content, self.hold(content)))
         await asyncio.shield(content.writing)
 
+    async def write_back_soon(self, content: Content) -> None:
+        """Write it in a while, if it is still wanted then.
+
+        A name that is bound to one result after another costs the disk only what stays, and until its turn
+        comes a result that was replaced holds no memory.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), WRITE_BACK_SECONDS)
+        async with self._writers:
+            if content.row.id in self._unwritten:
+                await self.write_back(content)
+
+    def hurry(self) -> None:
+        """The end is near: write what waits, now."""
+        self.closing = True
+        self._hurry.set()
+
     async def retry(self) -> None:
         """Try again to write what the disk refused."""
         for content in list(self._unwritten.values()):
@@ -237,11 +262,6 @@ class Contents:
                 return
 
     async def _write_back(self, content: Content, hold: Hold) -> None:
-        if content.needs == 1:
-            # Replaced or deleted before its turn came, and nobody else reads it: there is nothing to keep.
-            content.writing = None
-            hold.release()
-            return
         resident = self.memory.peek(content.row.id)
         assert resident is not None, "an only copy was evicted"
         resident.backing = Backing.WRITING

@@ -132,7 +132,7 @@ class TensorStore:
 
     async def close(self) -> None:
         """Finish the writes that go on, then let the folder go."""
-        self.contents.closing = True
+        self.contents.hurry()
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self.effects.settle()
@@ -252,7 +252,7 @@ class TensorStore:
             with source:
                 await self.contents.keep(binding.hold.content, source)
             entry = await self._bind(binding, conditions, soft=True)
-            self.effects.spawn(self.contents.write_back(binding.hold.content))
+            self.effects.spawn(self.contents.write_back_soon(binding.hold.content))
             return entry
         finally:
             binding.hold.release()

@@ -7,6 +7,7 @@ import pytest
 from service.admit import Bounds, Estimate, Rates, admit
 from service.batch import Limits, Queue
 from service.errors import ServiceError
+from service.messages import Operand
 from tests.service.works import work
 
 
@@ -35,6 +36,17 @@ def test_bytes_are_bounded_but_an_empty_queue_takes_anything() -> None:
     queue.put(big)
     error = refused(queue, bounds)
     assert (error.code, error.limit) == ("queue_full", 1000)
+
+
+def test_stored_operands_do_not_count_against_the_queues_bytes() -> None:
+    queue = Queue(Limits())
+    bounds = Bounds(requests=100, nbytes=3000)
+    for _ in range(5):
+        each = work(b="weight@1", m=4, k=8, n=16)
+        each.b = Operand(0, 1 << 30, "fp32", (8, 16), "weight@1")
+        admit(each, queue, bounds, now=10.0)
+        queue.put(each)
+    assert queue.nbytes == 5 * (4 * 8 + 4 * 16) * 4
 
 
 def test_a_deadline_in_the_past_is_refused_before_it_is_queued() -> None:
