@@ -21,7 +21,7 @@ ELSEWHERE = {
     "build": ("kernels.build", "compile kernels ahead of time; no GPU needed"),
     "gates": ("kernels.gates", "check the machine code of what is built"),
     "tune": ("kernels.tune", "measure the variants on this device and keep the times"),
-    "predict": ("kernels.virtual.predict", "what a model says of a kernel's time on a chip"),
+    "predict": ("kernels.predict", "what a model says of a kernel's time on a chip"),
     "trace": ("kernels.virtual.trace", "run a kernel on the virtual GPU and write what each warp does"),
 }
 CHIPS = {"h200": "sm_90a", "b200": "sm_100a"}

@@ -16,7 +16,8 @@ from typing import Any
 class Device:
     """Description of one device. Rates are peaks: bytes/s, FLOP/s by dtype; clocks in Hz; sizes in bytes.
 
-    `arch` is "cpu", "sm_90a" or "sm_100a". `uuid` and `driver` identify the very device for tables of
+    `arch` is "cpu", "sm_90a" or "sm_100a". `rates` says where they come from: "datasheet", "measured" (here, at
+    start) or "clocks" (what such a chip does a clock). `uuid` and `driver` identify the very device for tables of
     measured times and self-test outcomes. `power_watts` is the cap that bounds sustained rates (0: unknown).
     """
 
@@ -32,6 +33,7 @@ class Device:
     clock_hz: float = 3e9
     power_watts: float = 0.0
     virtual: bool = False
+    rates: str = "datasheet"
     peak_flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -88,6 +90,7 @@ def describe_cpu() -> Device:
         sms=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         bandwidth=_measured_bandwidth(),
+        rates="measured",
         peak_flops={"fp32": fp32, "tf32": fp32, "fp16": fp32, "bf16": fp32, "fp64": fp64},
     )
 
@@ -140,7 +143,8 @@ def describe_cuda(index: int = 0) -> Device:
     if sheet is None:
         clock, sms = found["clock_hz"], found["sms"]
         peaks = {"fp16": 1024.0, "bf16": 1024.0, "tf32": 512.0, "fp32": 256.0, "fp64": 64.0}
-        return Device(arch=arch, peak_flops={k: v * sms * clock for k, v in peaks.items()}, **found)
+        rates = {name: a_clock * sms * clock for name, a_clock in peaks.items()}
+        return Device(arch=arch, rates="clocks", peak_flops=rates, **found)
     # a part of a chip (MIG, or another model of the family) has its share of the whole chip's rates
     share = found["sms"] / sheet.sms
     found.pop("bandwidth")

@@ -1,0 +1,181 @@
+"""Chips and schedules for the model: receives datasheets and the shapes of kernels, hands on plain descriptions.
+
+A `Chip` has the rates of one SM, each with its source; a `Schedule` says what a step's CTA loads, multiplies and
+writes back, and who does it. The shapes are those of kernels/blackwell and kernels/hopper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kernels.device import B200, H200, Device
+
+BLK_K = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Rates of one SM, in FLOPs and bytes a clock, and latencies in clocks."""
+
+    device: Device
+    flops_a_clock: float
+    load_bytes: float = 64.0
+    load_latency: float = 1000.0
+    store_bytes: float = 64.0
+    store_latency: float = 700.0
+    read_bytes: float = 512.0
+    read_latency: float = 0.0
+    stage_bytes: float = 128.0
+    handoff: float = 60.0
+    launch: float = 1.1e-6
+
+    @property
+    def clock(self) -> float:
+        """Clocks a second: what the datasheet's peak implies."""
+        return self.device.peak_flops["fp16"] / (self.device.sms * self.flops_a_clock)
+
+    def parameters(self) -> list[dict[str, str]]:
+        """Each parameter with its value and where it comes from."""
+        hopper = self.device.arch == "sm_90a"
+        rows = [
+            ("SMs", f"{self.device.sms}", "datasheet"),
+            ("tensor core", f"{self.flops_a_clock:,.0f} FLOP/clock and SM, fp16", "datasheet, dense"),
+            ("clock", f"{self.clock / 1e9:.3f} GHz", "datasheet's fp16 peak over SMs and FLOP/clock"),
+            ("memory", f"{self.device.bandwidth / 1e12:.1f} TB/s", "datasheet"),
+            ("L2 to SM", f"{self.load_bytes:.0f} B/clock", "width of an SM's port to L2 since Ampere"),
+            (
+                "load latency",
+                f"{self.load_latency:.0f} clocks",
+                "unloaded about 480 (memory) + 170 (TMA) on Hopper by arXiv:2501.12084, half as much again"
+                " for the queues of a full chip (an assumption)",
+            ),
+            ("SM to L2", f"{self.store_bytes:.0f} B/clock", "as the other way (an assumption)"),
+            ("store latency", f"{self.store_latency:.0f} clocks", "as a load that hits L2, and back"),
+            (
+                "registers" if hopper else "tensor memory",
+                "at hand"
+                if hopper
+                else f"{self.read_bytes:.0f} B/clock after {self.read_latency:.0f} clocks",
+                "wgmma accumulates in registers"
+                if hopper
+                else "128 lanes of 4 B; latency by arXiv:2512.02189",
+            ),
+            ("staging D", f"{self.stage_bytes:.0f} B/clock", "32 banks of 4 B of shared memory"),
+            ("a barrier's handoff", f"{self.handoff:.0f} clocks", "two accesses to shared memory, 30 each"),
+            ("launch", f"{self.launch * 1e6:.1f} µs", "an empty kernel in a stream of kernels on H200"),
+        ]
+        return [{"name": name, "value": value, "source": source} for name, value, source in rows]
+
+
+CHIPS = {
+    "h200": Chip(H200, 4096.0),
+    "b200": Chip(B200, 8192.0, read_latency=420.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step's schedule in a CTA. Bytes and FLOPs are those of a CTA and a block of K.
+
+    `roles` False: one team does all, in turn. `ahead`: how many loads it keeps in flight. `early`: a drained
+    accumulator is released before D is stored. `apart`: writing back is a role of its own.
+    """
+
+    step: int
+    arch: str
+    tile: tuple[int, int]
+    cta: tuple[int, int]
+    load_bytes: int
+    depth: int
+    fetched: int
+    consumers: int = 1
+    accumulators: int = 1
+    roles: bool = False
+    ahead: int = 1
+    persistent: bool = False
+    early: bool = False
+    apart: bool = False
+    smem: int = 0
+    chunk: int = 64
+    buffers: int = 1
+    same_phase: bool = False
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that compute a tile together."""
+        return self.tile[0] * self.tile[1] // (self.cta[0] * self.cta[1])
+
+    @property
+    def block_flops(self) -> float:
+        """FLOPs of a consumer and a block of K."""
+        return 2.0 * self.cta[0] * self.cta[1] * BLK_K / self.consumers
+
+    @property
+    def columns(self) -> int:
+        """Columns that one consumer writes back, 128 rows each (64 on Hopper with two consumers)."""
+        return self.cta[0] * self.cta[1] // (self.consumers * self.rows)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a consumer's part."""
+        return min(128, self.cta[0] // self.consumers)
+
+
+def _blackwell(step: int, depth: int, **more: Any) -> Schedule:
+    base = Schedule(step, "sm_100a", (128, 128), (128, 128), 32768, depth, 32768, **more)
+    return replace(base, smem=depth * 32768 + 16384 + 64)
+
+
+def _hopper(step: int, depth: int, **more: Any) -> Schedule:
+    base = Schedule(step, "sm_90a", (128, 128), (128, 128), 32768, depth, 32768, chunk=128, **more)
+    return replace(base, smem=depth * 32768 + 32768 + 128)
+
+
+SCHEDULES: dict[str, dict[int, Schedule]] = {
+    "sm_100a": {
+        4: _blackwell(4, 1, ahead=1),
+        5: _blackwell(5, 2, ahead=2),
+        6: _blackwell(6, 2, ahead=2, persistent=True),
+        7: _blackwell(7, 2, roles=True, apart=True, persistent=True),
+        8: replace(
+            _blackwell(8, 4, roles=True, apart=True, persistent=True),
+            tile=(256, 256),
+            cta=(128, 256),
+            smem=147_540,
+        ),
+        9: replace(
+            _blackwell(9, 4, roles=True, apart=True, persistent=True, consumers=2, early=True, buffers=2),
+            tile=(512, 256),
+            cta=(256, 256),
+            load_bytes=49152,
+            fetched=49152,
+            smem=229_584,
+            chunk=32,
+        ),
+    },
+    "sm_90a": {
+        4: _hopper(4, 1, ahead=1),
+        5: _hopper(5, 6, ahead=6),
+        6: _hopper(6, 6, ahead=6, persistent=True),
+        7: _hopper(7, 6, roles=True, persistent=True),
+        8: replace(_hopper(8, 6, roles=True, persistent=True), tile=(256, 128), fetched=24576),
+        9: replace(
+            _hopper(9, 4, roles=True, persistent=True, consumers=2, buffers=2),
+            tile=(256, 256),
+            cta=(128, 256),
+            load_bytes=49152,
+            fetched=32768,
+            smem=229_440,
+            chunk=64,
+        ),
+    },
+}
+CHIP_OF = {"sm_100a": "b200", "sm_90a": "h200"}
+
+
+def lockstep(schedule: Schedule) -> Schedule:
+    """The same tile by one team that loads, multiplies and writes back in turn."""
+    return replace(
+        schedule, roles=False, apart=False, early=False, depth=1, ahead=1, consumers=1, buffers=1, chunk=64
+    )

@@ -1,0 +1,57 @@
+"""The command prints what the worker answers; what the model can't say is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kernels import predict
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert predict.main(argv) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_the_workers_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(printed(capsys, "--chip", "b200", "--json"))
+    assert told == json.loads(json.dumps(predict.answer("predict", {})["chips"]["b200"]))
+    asked = {"arch": "sm_100a", "step": 8, "depth": 3, "k_tiles": 5, "tiles": 1, "same_phase": False}
+    line = json.loads(
+        printed(
+            capsys, "--timeline", "--step", "8", "--depth", "3", "--k-tiles", "5", "--tiles", "1", "--json"
+        )
+    )
+    assert line == json.loads(json.dumps(predict.answer("trace", asked)))
+
+
+def test_the_table_says_what_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    text = printed(capsys)
+    assert "A model, never measured" in text
+    assert "not modelled" in text
+    assert "%" in text
+
+
+def test_steps_that_are_not_modelled_have_no_time() -> None:
+    for chip in ("h200", "b200"):
+        rows = predict.table(chip)
+        assert [row["step"] for row in rows] == list(range(1, 10))
+        assert [row["seconds"] is None for row in rows] == [True] * 3 + [False] * 6
+        assert all(0 < row["busy"] < 1 for row in rows[3:])
+
+
+def test_larger_tiles_fetch_less() -> None:
+    rows = {row["step"]: row["fetched_bytes"] for row in predict.table("b200")}
+    assert rows[7] == 2 * rows[8] == 2 * 4096**3 * 2 * (1 / 256 + 1 / 256)
+    assert rows[9] < rows[8]
+
+
+def test_a_schedule_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no schedule of Step 2"):
+        predict.timeline("sm_100a", 2, 4, 8, 2)
+    with pytest.raises(ValueError, match="1 to 6"):
+        predict.timeline("sm_100a", 9, 7, 8, 2)
