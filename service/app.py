@@ -28,14 +28,14 @@ from service.handle import Times
 from service.jobs import Jobs
 from service.keys import Keys
 from service.metrics import Metrics
-from service.routes import gemm, inference, info, jobs, schema, tensors
+from service.routes import gemm, inference, info, jobs, page, schema, tensors
 from service.routes.plain import Shortcut
 from service.services import Services
 from service.settings import Settings, SettingsError
 from service.store import TensorStore
 from service.supervisor import Options, Supervisor
 
-_ROUTERS = (gemm.router, tensors.router, jobs.router, inference.router, info.router)
+_ROUTERS = (gemm.router, tensors.router, jobs.router, inference.router, info.router, page.router)
 _DOCS = Path(fastapi_offline.__file__).parent / "static"
 
 
@@ -115,6 +115,7 @@ def build(settings: Settings) -> Services:
     metrics.live("gemm_arena_bytes", "Bytes of the arena, by state.", lambda: _arena_states(slots), "state")
     metrics.live("gemm_tensor_store_bytes", "Bytes of stored tensors, by tier.", store.bytes_by_tier, "tier")
     services = Services(settings, metrics, keys, arena, slots, supervisor, store, None)  # type: ignore[arg-type]
+    supervisor.watchers.append(services.now.saw)
     services.jobs = Jobs(services)
     return services
 

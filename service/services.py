@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from service.inference.state import State
+from service.now import Now
 
 if TYPE_CHECKING:
     from service.arena import Arena, Slots
@@ -30,6 +31,7 @@ class Services:
     store: TensorStore
     jobs: Jobs
     inference: State = field(init=False)
+    now: Now = field(default_factory=Now)
 
     def __post_init__(self) -> None:
         self.inference = State(self.settings, self.keys.in_force)

@@ -75,8 +75,8 @@ class Supervisor:
         self.queue = Queue(options.limits)
         self.estimate = Estimate()
         self.draining = False
-        #: Called with (flops, seconds) of each batch, for whoever shows it.
-        self.watchers: list[Callable[[BatchDone], None]] = []
+        #: Called with each batch's works and how it went, for whoever shows it.
+        self.watchers: list[Callable[[tuple[Work, ...], BatchDone], None]] = []
         self.reports: dict[int, Report] = {}
         self._ids = itertools.count(1)
         self._batches = itertools.count(1)
@@ -273,7 +273,7 @@ class Supervisor:
         for work, item in zip(flight.works, done.items, strict=True):
             self._settle(work, item, stages, len(flight.works))
         for watcher in self.watchers:
-            watcher(done)
+            watcher(flight.works, done)
         self._dispatch()
 
     def _settle(self, work: Work, item: ItemDone, seconds: float, batched: int) -> None:

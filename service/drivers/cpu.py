@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kernels import reference
+from kernels import predict, reference
 from kernels.device import Device, describe_cpu
 from kernels.problem import DType, Problem, Unsupported
 from kernels.selector import Choice, choose
@@ -103,7 +103,9 @@ class CpuDriver:
         )
 
     def ask(self, what: str, args: dict[str, Any]) -> Any:
-        """ "variants" and "choose"."""
+        """ "variants", "choose", and what the model of the GPUs says: "predict", "trace"."""
+        if what in ("predict", "trace"):
+            return predict.answer(what, args)
         if what == "variants":
             return {"device": asdict(self.device), "variants": [self._describe(v) for v in self._variants]}
         if what == "choose":

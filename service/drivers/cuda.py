@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kernels import cublas, probe
+from kernels import cublas, predict, probe
 from kernels.device import Device
 from kernels.problem import DType, Problem, Unsupported
 from kernels.runtime import Operands, Runtime, runtime
@@ -403,7 +403,9 @@ class CudaDriver:
     # -- questions --------------------------------------------------------------------------------------------
 
     def ask(self, what: str, args: dict[str, Any]) -> Any:
-        """ "variants", "choose", and what concerns memory of clients."""
+        """ "variants", "choose", what concerns memory of clients, and a model's "predict" and "trace"."""
+        if what in ("predict", "trace"):
+            return predict.answer(what, args)
         if what == "variants":
             barred = self._runtime.barred
             return {

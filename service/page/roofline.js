@@ -1,0 +1,132 @@
+// Roofline: receives a device's roofs and the last batches, hands on a chart of FLOP/s over FLOP per byte.
+
+import { CHIPS_OF, intensity } from "./roofs.js";
+import { decades, digits, fill, flops, h, logScale, note, panel, rate, s, select, table, words } from "./dom.js";
+import { ladder, shape, steps } from "./ladder.js";
+
+const WIDTH = 1000;
+const HEIGHT = 520;
+const BOX = { left: 84, right: 24, top: 18, bottom: 52 };
+
+export function view(root) {
+  let where = "here";
+  let dtype = "fp16";
+  let newest = null;
+  let known = null;
+  let drawn = "";
+  const board = h("div");
+  const points = h("div");
+  const about = h("div");
+
+  function device() {
+    if (where === "here") return newest?.workers.find((each) => each.device)?.device ?? null;
+    return known?.predicted?.chips?.[where]?.device ?? null;
+  }
+
+  function draw() {
+    const d = device();
+    if (!d) {
+      fill(board, note("No device's description is here yet."));
+      return;
+    }
+    const peaks = Object.entries(d.peak_flops);
+    if (!d.peak_flops[dtype]) dtype = peaks[0]?.[0];
+    const recent = where === "here" ? newest.points : [];
+    const chip = where === "here" ? CHIPS_OF[d.arch] : where;
+    const paths = chip && known?.predicted?.chips ? pathsOf(chip) : [];
+    const seen = JSON.stringify([where, dtype, d.name, recent.at(-1)?.id, recent.length, paths.length]);
+    if (seen === drawn) return;
+    drawn = seen;
+    fill(board, chart(d, peaks, recent, paths));
+    const label = d.rates === "measured" ? "measured at the worker's start" : d.rates === "clocks" ? "from its clocks" : "by datasheet";
+    fill(about, table("Roofs", ["roof", "rate", "ridge", "from"], [
+      ["memory", words(rate(d.bandwidth)), "", label],
+      ...peaks.map(([name, peak]) => [name, words(flops(peak)), `${digits(peak / d.bandwidth)} FLOP/B`, label])], [1, 2]));
+    fill(points, where !== "here" ? note("Recent products run on this service's own device; choose it to see them.")
+      : recent.length ? table("Recent batches, the newest first", ["M×N×K", "dtype", "requests", "FLOP/B", "FLOP/s", "of the roof", "variant"],
+        [...recent].reverse().slice(0, 12).map((p) => {
+          const x = p.flops / p.bytes;
+          const y = p.flops / p.seconds;
+          const roof = Math.min(x * d.bandwidth, d.peak_flops[p.dtype] ?? Infinity);
+          return [shape(p) + (p.batch > 1 ? ` ×${p.batch}` : ""), p.dtype, String(p.requests), digits(x), words(flops(y)), `${digits((100 * y) / roof)} %`, p.variant];
+        }), [2, 3, 4, 5])
+        : note("No product has been computed yet: send one under Try it."));
+  }
+
+  function pathsOf(chip) {
+    const { rows } = steps(known, chip);
+    return ["measured", "predicted", "published"].map((kind) => ({
+      kind, stops: rows.filter((row) => row[kind]).map((row) => ({ step: row.step, title: row.title, x: intensity(row), y: row[kind].flops })),
+    })).filter((path) => path.stops.length > 1);
+  }
+
+  function chart(d, peaks, recent, paths) {
+    const xs = [0.5, ...recent.map((p) => p.flops / p.bytes), ...paths.flatMap((path) => path.stops.map((stop) => stop.x))];
+    const top = Math.max(...peaks.map(([, peak]) => peak), ...recent.map((p) => p.flops / p.seconds));
+    const ys = [top / 1e4, ...recent.map((p) => p.flops / p.seconds), ...paths.flatMap((path) => path.stops.map((stop) => stop.y))];
+    const low = 10 ** Math.floor(Math.log10(Math.min(...xs)));
+    const high = 10 ** Math.ceil(Math.log10(Math.max(...xs, (4 * top) / d.bandwidth, 1000)));
+    const bottom = 10 ** Math.floor(Math.log10(Math.min(...ys)));
+    const ceiling = 10 ** Math.ceil(Math.log10(top * 1.05));
+    const x = logScale(low, high, BOX.left, WIDTH - BOX.right);
+    const y = logScale(bottom, ceiling, HEIGHT - BOX.bottom, BOX.top);
+    const clip = (value) => Math.max(bottom, value);
+    const node = s("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `Roofline of ${d.name}; the tables below have the figures` });
+    for (const tick of decades(low, high)) {
+      node.append(s("line", { class: "grid-line", x1: x(tick), x2: x(tick), y1: BOX.top, y2: HEIGHT - BOX.bottom }), s("text", { x: x(tick), y: HEIGHT - 30, "text-anchor": "middle" }, tick.toLocaleString("en")));
+    }
+    for (const tick of decades(bottom, ceiling)) {
+      node.append(s("line", { class: "grid-line", x1: BOX.left, x2: WIDTH - BOX.right, y1: y(tick), y2: y(tick) }), s("text", { x: BOX.left - 8, y: y(tick) + 4, "text-anchor": "end" }, words(flops(tick))));
+    }
+    node.append(s("text", { x: (BOX.left + WIDTH) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "FLOP per byte moved"));
+    const line = (peak) => {
+      const ridge = peak / d.bandwidth;
+      const from = Math.max(low, bottom / d.bandwidth);
+      return [[from, from * d.bandwidth], [Math.max(ridge, from), peak], [high, peak]].map(([a, b]) => `${x(a).toFixed(1)},${y(clip(b)).toFixed(1)}`);
+    };
+    const unlike = [...new Map(peaks.map(([name, peak]) => [peak, name])).entries()];
+    for (const [peak, name] of unlike) {
+      const mine = peak === d.peak_flops[dtype];
+      const all = peaks.filter(([, other]) => other === peak).map(([each]) => each).join(", ");
+      if (mine) node.append(s("polygon", { class: "under", points: `${line(peak).join(" ")} ${x(high)},${y(bottom)} ${x(Math.max(low, bottom / d.bandwidth))},${y(bottom)}` }));
+      node.append(s("polyline", { class: mine ? "roof" : "roof other", points: line(peak).join(" "), "data-dtype": name }),
+        s("text", { class: mine ? "strong" : "", x: WIDTH - BOX.right - 4, y: y(peak) - 6, "text-anchor": "end" }, `${all}: ${words(flops(peak))}`));
+    }
+    const slope = Math.max(low, bottom / d.bandwidth) * 4;
+    const angle = (Math.atan2(y(slope * d.bandwidth) - y(slope * 10 * d.bandwidth), x(slope * 10) - x(slope)) * -180) / Math.PI;
+    node.append(s("text", { class: "strong", x: x(slope), y: y(slope * d.bandwidth) - 8, transform: `rotate(${angle.toFixed(1)} ${x(slope).toFixed(1)} ${y(slope * d.bandwidth).toFixed(1)})` }, `memory ${words(rate(d.bandwidth))}`));
+    for (const path of paths) {
+      node.append(s("polyline", { class: `path ${path.kind}`, points: path.stops.map((stop) => `${x(stop.x)},${y(stop.y)}`).join(" ") }));
+      for (const stop of path.stops) {
+        node.append(s("g", {}, s("title", {}, `Step ${stop.step} ${stop.title}, ${path.kind}: ${words(flops(stop.y))} at ${digits(stop.x)} FLOP/B`),
+          s("circle", { class: `stop ${path.kind}`, cx: x(stop.x), cy: y(stop.y), r: 5 }),
+          path.kind === "published" ? "" : s("text", { x: x(stop.x) + (path.kind === "measured" ? -9 : 9), y: y(stop.y) + 4, "text-anchor": path.kind === "measured" ? "end" : "start" }, String(stop.step))));
+      }
+    }
+    recent.forEach((p, at) => {
+      const circle = s("circle", { class: "point", cx: x(p.flops / p.bytes), cy: y(clip(p.flops / p.seconds)), r: at === recent.length - 1 ? 7 : 4.5, opacity: 0.3 + (0.7 * (at + 1)) / recent.length });
+      circle.append(s("title", {}, `${shape(p)} ${p.dtype}, ${words(flops(p.flops / p.seconds))}, ${p.variant}`));
+      node.append(circle);
+    });
+    const legend = [["recent", "recent batches (bytes of operands and result)", recent.length], ...["measured", "predicted", "published"].map((kind) => [kind, `ladder, ${kind} (bytes that the kernel's tiles fetch)`, paths.some((path) => path.kind === kind)])];
+    return [node, h("ul", { class: "legend" }, legend.filter(([, , any]) => any).map(([kind, name]) => h("li", {}, h("i", { class: `dot key-${kind}` }), name)))];
+  }
+
+  root.append(
+    h("p", { class: "lead" }, "What bounds a product: on the slope the memory, under the flat roof the arithmetic. Each recent batch is a point; the ladder is a path, on which tiles grow and a byte fetched feeds more multiply-adds."),
+    h("div", { class: "controls" },
+      select("device", [["here", "this service's device"], ["h200", "H200, by datasheet"], ["b200", "B200, by datasheet"]], where, (value) => { where = value; draw(); }),
+      select("highlight", [["fp16", "fp16, bf16"], ["tf32", "tf32"], ["fp32", "fp32"], ["fp64", "fp64"]], dtype, (value) => { dtype = value; draw(); })),
+    h("div", { class: "grid uneven" }, h("div", { class: "panel wide" }, board), panel("Recent batches", points), panel("Roofs", about)));
+  return {
+    async enter() {
+      try { known = await ladder(); } catch { known = null; /* the roofs of this device are shown without it */ }
+      drawn = "";
+      draw();
+    },
+    update(document_) {
+      newest = document_;
+      draw();
+    },
+  };
+}

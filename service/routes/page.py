@@ -1,0 +1,160 @@
+"""The page and what it shows: receives requests for `/`, its files and its data, hands on bytes and events.
+
+The files are the package's own, read once; the page asks no other host, and the browser is told to hold it to
+that. Its data needs the key where keys are set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
+
+from service import results
+from service.conditional import etag, unchanged
+from service.errors import ServiceError
+from service.routes.info import services_of
+from service.routes.plain import PlainRoute, plain
+from service.services import Services
+from service.transfer import Transfer
+
+router = APIRouter(route_class=PlainRoute, tags=["page"])
+
+FOLDER = Path(__file__).parents[1] / "page"
+MEDIA = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+#: Seconds between two events of the stream.
+PERIOD = 1.0
+
+# No other host, no inline script, nobody's frame: a page that holds a key keeps it to itself.
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@lru_cache(maxsize=1)
+def files() -> dict[str, tuple[bytes, bytes, str]]:
+    """Every file of the page by name: media type, bytes, hash."""
+    found = {}
+    for path in sorted(FOLDER.iterdir()):
+        if path.suffix in MEDIA:
+            data = path.read_bytes()
+            found[path.name] = (MEDIA[path.suffix], data, hashlib.sha256(data).hexdigest()[:32])
+    return found
+
+
+async def _file(scope: Scope, receive: Receive, send: Send) -> None:
+    name = scope.get("path_params", {}).get("name", "index.html")
+    if name not in files():
+        raise ServiceError("not_found", "the page has no such file")
+    media, data, digest = files()[name]
+    transfer = Transfer.of(scope, receive, send)
+    headers = [
+        (b"etag", etag(digest).encode()),
+        (b"cache-control", b"no-cache"),
+        (b"content-security-policy", _POLICY),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+    ]
+    if unchanged(transfer.header(b"if-none-match"), digest, "raw"):
+        await transfer.start(304, headers)
+        await transfer.write(b"", more=False)
+        return
+    headers += [(b"content-type", media), (b"content-length", str(len(data)).encode())]
+    await transfer.start(200, headers)
+    await transfer.write(data if scope["method"] == "GET" else b"", more=False)
+
+
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@plain(_file)
+async def index() -> None:
+    """The page."""
+    raise AssertionError("plain")
+
+
+@router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+@plain(_file)
+async def file() -> None:
+    """A file of the page."""
+    raise AssertionError("plain")
+
+
+@router.get("/now", summary="What happens now")
+async def now(request: Request) -> dict[str, Any]:
+    """Rates and times of the last seconds, worker states, memory, the last batches. What can't be read is null."""
+    services = services_of(request)
+    return services.now.document(services, time.monotonic())
+
+
+async def _events(scope: Scope, receive: Receive, send: Send) -> None:
+    services: Services = scope["app"].state.services
+    transfer = Transfer.of(scope, receive, send)
+    await transfer.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
+    gone = asyncio.ensure_future(transfer.watch_disconnect())
+    try:
+        while not transfer.gone:
+            document = services.now.document(services, time.monotonic())
+            await transfer.write(b"event: now\ndata: " + json.dumps(document).encode() + b"\n\n")
+            if services.supervisor.draining:
+                await transfer.write(b"", more=False)
+                return
+            await asyncio.wait({gone}, timeout=PERIOD)
+    finally:
+        gone.cancel()
+
+
+@router.get(
+    "/now/events",
+    summary="Watch what happens",
+    responses={200: {"description": "Server-sent events", "content": {"text/event-stream": {}}}},
+)
+@plain(_events)
+async def now_events() -> None:
+    """An event `now` each second with the document of /now, until the client leaves or the service drains."""
+    raise AssertionError("plain")
+
+
+@router.get("/ladder", summary="The ladder's measured, predicted and published times")
+async def ladder(request: Request) -> dict[str, Any]:
+    """What results files hold and what the model predicts, each under its own name, by chip."""
+    supervisor = services_of(request).supervisor
+    measured = await asyncio.to_thread(results.ladders)
+    try:
+        predicted = await supervisor.ask("predict", {})
+    except ServiceError as refusal:
+        predicted = {"unavailable": refusal.detail}
+    return {"measured": measured, "predicted": predicted}
+
+
+class Schedule(BaseModel):
+    """Which kernel's schedule to play."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    arch: Literal["sm_90a", "sm_100a"] = "sm_100a"
+    step: Literal[4, 5, 6, 7, 8, 9] = 9
+    depth: int = Field(4, ge=1, le=6, description="stages of the ring (PIPE_DEPTH)")
+    k_tiles: int = Field(8, ge=1, le=64, description="blocks of K in a tile")
+    tiles: int = Field(2, ge=1, le=4, description="tiles that a CTA (or cluster) computes")
+    same_phase: bool = Field(
+        False, description="start producer and consumer at one phase, to see the deadlock"
+    )
+
+
+@router.post("/timeline", summary="Play a kernel's schedule by the model")
+async def timeline(request: Request, schedule: Schedule) -> Any:
+    """Lanes of roles and engines with their events, barriers with their phases, and how busy each engine was."""
+    return await services_of(request).supervisor.ask("trace", schedule.model_dump())
