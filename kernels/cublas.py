@@ -214,7 +214,7 @@ def _epilogue(problem: Problem, acc: Any, c: Any, bias: Any) -> Any:
     if tail.activation is Activation.RELU:
         return torch.relu_(acc)
     if tail.activation is Activation.GELU:
-        return torch.nn.functional.gelu(acc)
+        return acc.mul_(torch.special.erfc(acc * -(0.5**0.5)).mul_(0.5))  # erfc: accurate below 0 too
     if tail.activation is Activation.SILU:
         return torch.nn.functional.silu(acc, inplace=True)
     return acc

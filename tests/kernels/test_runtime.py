@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from kernels import cublas, selftest  # noqa: E402
 from kernels import runtime as module  # noqa: E402
 from kernels.device import Device  # noqa: E402
+from kernels.elementwise import activate, narrow, quiet  # noqa: E402
 from kernels.libraries import FunctionInfo, NotBuilt  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
 from kernels.runtime import Operands, Runtime, packed, resident_blocks  # noqa: E402
@@ -40,6 +41,7 @@ def wide(x: Any) -> Any:
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
 
 
+@quiet()
 def stand_in(
     a: Any, b: Any, d: int, db: int, dr: int, dc: int, c: int, cb: int, cr: int, cc: int,
     bias: int, alpha: float, beta: float, code: int, batch: int, ctas: int, raster: int,
@@ -53,7 +55,7 @@ def stand_in(
         assert all(s % 16 == 0 and s > 0 for i, s in enumerate(strides) if i != inner)
     m, n = a.shape[1], b.shape[2]
     tail = Epilogue(alpha, beta, c != 0, activation=ACTIVATIONS[code & 3])
-    left, right = (torch.nan_to_num(x, 0.0) if alpha == 0 else x for x in (a, b))
+    left, right = (torch.zeros_like(x) if alpha == 0 else x for x in (a, b))
     acc = alpha * torch.matmul(left.float(), right.float()).numpy()
     if code >> 2 & 3:
         acc = acc + beta * wide(at(c, TYPES[code >> 2 & 3], (batch, m, n), (cb, cr, cc)))
@@ -65,8 +67,6 @@ def stand_in(
 
 
 def store(acc: Any, tail: Epilogue, d: int, strides: tuple[int, ...], code: int) -> None:
-    from kernels.elementwise import activate, narrow, quiet
-
     with quiet():
         activate(acc, tail.activation)
         narrow(acc, at(d, TYPES[code >> 7 & 3], acc.shape, strides))
@@ -342,3 +342,38 @@ def test_flags_are_put_back() -> None:
         assert settings.fp32_precision != "tf32"
     assert {name: getattr(settings, name) for name in cublas._REDUCTIONS} == before
     assert settings.fp32_precision in (precision, "ieee")
+
+
+class Choosy(Fake):
+    """As own kernels are: what is empty or fp64 is the reference's."""
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        if problem.out_dtype is DType.FP64 or min(problem.m, problem.n, problem.k) < 1:
+            return "it isn't for this"
+        return super().unsupported(problem, device)
+
+
+def test_random_problems_on_the_way_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kernels.gemm's packing, choosing and calling, and the GPU reference's code, on CPU tensors."""
+    from kernels import api
+    from tests.kernels.random_problems import one
+
+    gpu = make(Choosy())
+    ran: set[str] = set()
+
+    def run(problem: Problem, call: Any, variant: str) -> None:
+        if call.d.numel():
+            operands = Operands(call.a, call.b, call.d, call.c, call.bias)
+            ran.add(gpu.run(problem, operands, variant).variant)
+
+    monkeypatch.setattr(api, "_on_cpu", run)
+    for seed in range(150):
+        one(seed, "cpu")
+    assert ran == {"step9-fake", cublas.NAME}
+
+
+def test_random_problems_on_the_cpu() -> None:
+    from tests.kernels.random_problems import one
+
+    for seed in range(1000, 1100):
+        one(seed, "cpu")
