@@ -214,6 +214,8 @@ class CudaDriver:
         self._flights.put(None)
         self._waiter.join()
         self._probe.stop()
+        if self._regions is not None:
+            self._regions.close()
 
     # -- batches ----------------------------------------------------------------------------------------------
 

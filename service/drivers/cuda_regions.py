@@ -5,7 +5,9 @@ Called from the worker's thread of questions; copies have a stream of their own,
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,9 @@ class _Opened:
 class CudaRegions:
     """All that this process has open. Faults are ValueErrors without a word of the driver's."""
 
-    def __init__(self, arena: Arena) -> None:
-        from cuda.bindings import driver, runtime
-
+    def __init__(self, arena: Arena, runtime: Any = None, driver: Any = None) -> None:
+        if runtime is None:
+            runtime, driver = import_module("cuda.bindings.runtime"), import_module("cuda.bindings.driver")
         self._arena = arena
         self._driver = driver
         self._runtime = runtime
@@ -57,7 +59,7 @@ class CudaRegions:
         if opened is None:
             self._use_device(key[0])
             handle = self._runtime.cudaIpcMemHandle_t()
-            handle.reserved = key[1]
+            ctypes.memmove(handle.getPtr(), key[1], len(key[1]))
             flags = self._runtime.cudaIpcMemLazyEnablePeerAccess
             pointer = self._call(self._runtime.cudaIpcOpenMemHandle(handle, flags), "be opened")
             error, base, total = self._driver.cuMemGetAddressRange(int(pointer))
