@@ -381,7 +381,9 @@ def _await_workers(port: int, count: int) -> None:
     end = time.monotonic() + 150
     while True:
         seen = _metrics(port)
-        untested = [name for name in seen if name.startswith("gemm_variant_quarantined") and "untested" in name]
+        untested = [
+            name for name in seen if name.startswith("gemm_variant_quarantined") and "untested" in name
+        ]
         if seen.get("gemm_workers_ready", 0) >= count and not untested:
             return
         if time.monotonic() > end:

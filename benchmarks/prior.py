@@ -95,7 +95,10 @@ def _child() -> None:
 
 
 def nearest(told: Advice, names: Sequence[str]) -> str:
-    """The own variant whose tile and cluster are nearest, by ratios of sizes; ties by the list's order."""
+    """The own variant whose tile and cluster are nearest, by ratios of sizes; ties by the list's order.
+
+    A tile that lies the other way counts as near: 256×128 loads what 128×256 does.
+    """
 
     def distance(name: str) -> float:
         found = _NAME.match(name)
@@ -106,10 +109,15 @@ def nearest(told: Advice, names: Sequence[str]) -> str:
             p, q, cluster_p, cluster_q = q, p, cluster_q, cluster_p
         parts = re.search(r"-split(\d+)", name)
         ours = (p, q, cluster_p * cluster_q, int(parts[1]) if parts else 1)
-        theirs = (told.tile_m, told.tile_n, told.cluster_m * told.cluster_n, max(told.split_k, 1))
-        return sum(abs(math.log2(a / b)) for a, b in zip(ours, theirs, strict=True))
+        rest = (told.cluster_m * told.cluster_n, max(told.split_k, 1))
+        upright, lying = (told.tile_m, told.tile_n, *rest), (told.tile_n, told.tile_m, *rest)
+        return min(_apart(ours, upright), _apart(ours, lying) + 0.25)
 
     return min(names, key=distance)
+
+
+def _apart(ours: Sequence[int], theirs: Sequence[int]) -> float:
+    return sum(abs(math.log2(a / b)) for a, b in zip(ours, theirs, strict=True))
 
 
 def rows_of(measured: Mapping[Shape, Mapping[str, float]], chip: str, layout: str) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ def told(m: int, n: int, cluster: int = 1, split: int = 1) -> Advice:
     ("advice", "name"),
     [
         (told(128, 256, 2), "step9-128x256-2x1"),
+        (told(256, 128, 2), "step9-128x256-2x1"),
         (told(128, 128), "step9-128x128"),
         (told(16, 64), "step9-64x16-swap"),
         (told(64, 64, 1, 4), "step9-64x64-split4"),
