@@ -32,6 +32,7 @@ def verify(variant: Variant, problem: Problem, *, schedules: int = 3, sms: int =
     assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
 
 
+@pytest.mark.timeout(300)  # it may have to be built first
 def test_the_product_is_right_under_every_schedule() -> None:
     verify(Variant(BIG), replace(RAGGED, m=264, n=136, k=320))
 
