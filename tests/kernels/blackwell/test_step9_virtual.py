@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from kernels.blackwell.tilings import BIG, BIG_DYNAMIC, SMALL
 from kernels.blackwell.variants import Variant, variants
 from kernels.build import build
+from kernels.device import Device
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 
 pytest.importorskip("cutlass")
@@ -56,6 +57,26 @@ def family() -> Iterator[tuple[Variant, Problem]]:
     yield Variant(SMALL), replace(RAGGED, m=264, batch=2, dtype=BF16, out_dtype=BF16, trans_b=False)
     yield Variant(SMALL, plain=True), replace(RAGGED, m=300, n=281, k=72, epilogue=everything)
     yield Variant(SMALL, plain=True), replace(RAGGED, m=41, n=37, out_dtype=BF16, batch=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered(Variant):
+    """A variant that visits tiles in a given order."""
+
+    order_of_tiles: int = 1
+
+    def raster(self, problem: Problem, device: Device) -> int:
+        """The given order."""
+        return self.order_of_tiles
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("raster", [0, 1, 2, -1, -2, -5])
+def test_every_order_visits_every_tile_once(raster: int) -> None:
+    """D starts as NaN; 3×3 tiles of two products on two clusters, the last group of rows or columns not full."""
+    variant = Ordered(SMALL, order_of_tiles=raster)
+    verify(variant, replace(RAGGED, m=520, n=520, k=64, batch=2), schedules=1)
 
 
 @pytest.mark.ci
