@@ -27,8 +27,9 @@ def verify(variant: Variant, problem: Problem, *, schedules: int = 3, sms: int =
     """Build the function, run it, compare with the reference."""
     name = variant.function(problem)
     build(ARCH, only=name)
-    case = Case(9, name, problem, variant)
-    outcome = Subject(ARCH).verify(case, schedules=schedules, options=Options(sms=sms))
+    subject, case = Subject(ARCH), Case(9, name, problem, variant)
+    assert subject.libraries.info(name).smem_bytes == variant.tiling.smem_bytes
+    outcome = subject.verify(case, schedules=schedules, options=Options(sms=sms))
     assert outcome.ok, f"{case}\n{outcome.text()}"
     assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
 
