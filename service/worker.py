@@ -63,6 +63,10 @@ def open_driver(device: str, backend: str, index: int, arena: Arena) -> Driver:
         from service.drivers.cpu import CpuDriver
 
         return CpuDriver(arena, backend)
+    if device == "virtual":
+        from service.drivers.virtual import VirtualDriver
+
+        return VirtualDriver(arena, backend)
     raise CannotStart(f"device {device!r} has no driver in this build", needs_person=True)
 
 
