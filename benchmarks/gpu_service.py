@@ -357,6 +357,7 @@ def main() -> None:
     }
     rows: list[Row] = []
     failed = []
+    details = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, **record.cpu_machine()}
     for name in options.part or parts:
         began = time.perf_counter()
         try:
@@ -368,13 +369,11 @@ def main() -> None:
             print(row, flush=True)
         rows += [{"part": name, **row} for row in found]
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-    details = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, **record.cpu_machine()}
-    print(
-        "written:",
-        record.write(
+        # After each part, so that a run that is cut short keeps what it found.
+        path = record.write(
             options.machine, "service", rows, details=details, packages=PACKAGES, folder=options.out
-        ),
-    )
+        )
+    print("written:", path)
     sys.exit(1 if failed else 0)
 
 

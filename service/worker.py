@@ -39,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logs.setup(arguments.log_format, arguments.log_level)
     _die_with_parent()
+    # Threads hand each other single messages; the default of 5 ms would let one that computes in Python hold up an
+    # answer for longer than the product takes.
+    sys.setswitchinterval(0.0005)
     # The front decides when this process ends; a Ctrl-C in a terminal reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = WorkerLink(socket.socket(fileno=arguments.link))

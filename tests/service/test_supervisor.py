@@ -22,7 +22,7 @@ from service.metrics import Metrics
 from service.supervisor import Options, Outcome, Supervisor
 
 OPTIONS = Options(
-    Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=1.0), ("--backend", "numpy"), patience=20
+    Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=8.0), ("--backend", "numpy"), patience=20
 )
 
 
