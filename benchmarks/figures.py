@@ -1,0 +1,115 @@
+"""The README's figures: receives the results files, hands on the block between its markers.
+
+python -m benchmarks.figures           # print the block
+python -m benchmarks.figures --write   # put it into README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from typing import Any
+
+from benchmarks.record import RESULTS
+
+README = RESULTS.parents[1] / "README.md"
+BLOCK = re.compile(r"<!-- figures: python -m benchmarks\.figures --write -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """A results file by its path under benchmarks/results; None where it isn't there."""
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def suite() -> list[str]:
+    """Kernels against cuBLAS on the H200."""
+    document = read("h200/suite.json")
+    if document is None:
+        return []
+    rows = [r for r in document["rows"] if not r["batch_invariant"]]
+    by_timing = {t: [r for r in rows if r["timing"] == t] for t in ("sustained", "burst")}
+    means = {
+        t: math.exp(sum(math.log(r["ratio"]) for r in group) / len(group)) for t, group in by_timing.items()
+    }
+    sustained = by_timing["sustained"]
+    least = min(sustained, key=lambda r: r["ratio"])
+    square = next(
+        r for r in sustained if (r["problem"]["m"], r["problem"]["n"], r["problem"]["k"]) == (4096,) * 3
+    )
+    return [
+        f"- **Kernels, measured on one {document['machine']['device']}** (fp16, {len(sustained)} shapes, against the better of "
+        f"cuBLAS and cuBLASLt in the same run): {means['sustained']:.2f} × its speed sustained and {means['burst']:.2f} × in "
+        f"bursts, as geometric means; the least {least['ratio']:.2f} × ({_shape(least)}); 4096³ at {square['ratio']:.2f} ×, "
+        f"{square['tflops']:.0f} TFLOP/s. [suite.json](benchmarks/results/h200/suite.json)"
+    ]
+
+
+def _shape(row: dict[str, Any]) -> str:
+    p = row["problem"]
+    batch = f"{p['batch']} × " if p["batch"] > 1 else ""
+    return f"{batch}{p['m']}×{p['n']}×{p['k']}"
+
+
+def sharded() -> list[str]:
+    """One product over two GPUs."""
+    document = read("h200x2/gpus.json")
+    rows = [r for r in document["rows"] if r.get("part") == "sharded" and "ratio" in r] if document else []
+    return [
+        f"- **One product over two GPUs**: {row['name'].removeprefix('sharded ')}: {row['flops_per_second'] / 1e12:.0f} "
+        f"TFLOP/s, {row['ratio']:.2f} × one of them. [gpus.json](benchmarks/results/h200x2/gpus.json)"
+        for row in rows
+    ]
+
+
+def serving() -> list[str]:
+    """The service against its peers on a CPU."""
+    document = read("cpu/serving.json")
+    if document is None:
+        return []
+    rates = {r["server"]: r for r in document["rows"] if r["part"] == "rates"}
+    own = rates["gemm-service"]
+    peers = ", ".join(
+        f"{row['ours_over_this']['median']:.1f} × {name}"
+        for name, row in rates.items()
+        if "ours_over_this" in row and name != "gemm-service"
+    )
+    machine = document["machine"]
+    lines = [
+        f"- **The service, measured on {machine['cores']} cores of an {machine['cpu']}** (256³ fp32, 8 clients): "
+        f"{own['requests_per_second']['median']:.0f} requests a second, p50 {own['p50_seconds']['median'] * 1e3:.1f} ms; "
+        f"{peers}. [serving.json](benchmarks/results/cpu/serving.json)"
+    ]
+    moved = {r["name"]: r for r in document["rows"] if r["part"] == "transfers"}
+    if moved:
+        told = ", ".join(f"{name} {row['ratio']['median']:.2f}" for name, row in moved.items())
+        lines.append(f"- **Bytes in and out**, as a share of bare socket calls: {told}.")
+    return lines
+
+
+def block() -> str:
+    """The whole block, markers included."""
+    lines = [*suite(), *sharded(), *serving()]
+    lines.append(
+        "- **Blackwell**: nobody here has a B200, so nothing is measured there. Its kernels run instruction by instruction on "
+        "the project's own virtual GPU, which finds deadlocks and races, and a kernel that hasn't been seen right on the very "
+        "device it serves on is never used."
+    )
+    text = "\n".join(lines)
+    return f"<!-- figures: python -m benchmarks.figures --write -->\n{text}\n<!-- end -->"
+
+
+def main() -> None:
+    """Print the block, or put it into the README."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    if not parser.parse_args().write:
+        print(block())
+        return
+    README.write_text(BLOCK.sub(lambda _: block(), README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
