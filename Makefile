@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo serve test test-ci test-gpu lint proto bench bench-gpu bench-gpus clean
+.PHONY: help demo serve test browser test-ci test-gpu lint proto bench bench-gpu bench-gpus clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -34,7 +34,11 @@ serve: $(VENV)/.light ## Serve on http://127.0.0.1:8000
 test: $(VENV)/.dev ## Run the tests (installs torch and the kernel compiler first)
 	$(PYTEST)
 
-test-ci: $(VENV)/.dev lint ## Run the wider set: clean install, property tests, API fuzzing, README commands
+browser: ## Install Chromium and Prometheus, which tests of page and metrics run (Debian; needs root)
+	@which chromium promtool prometheus >/dev/null || { apt-get update && \
+		RUNLEVEL=1 apt-get install -y --no-install-recommends chromium prometheus fonts-dejavu-core; }
+
+test-ci: $(VENV)/.dev lint browser ## Run the wider set: clean install, property tests, API fuzzing, README commands
 	$(PYTEST) -m 'ci and not gpu and not slow' --timeout 600
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU

@@ -48,7 +48,7 @@ const absent = (x) => x === null || x === undefined || Number.isNaN(x);
 export const flops = (x) => absent(x) ? [NONE, ""] : scaled(x, ["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"]);
 export const bytes = (x) => absent(x) ? [NONE, ""] : scaled(x, ["B", "KiB", "MiB", "GiB", "TiB"], 1024);
 export const rate = (x) => absent(x) ? [NONE, ""] : scaled(x, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
-export const count = (x) => absent(x) ? NONE : digits(x);
+export const count = (x) => absent(x) ? NONE : Number.isInteger(x) ? x.toLocaleString("en") : digits(x);
 export const percent = (x) => absent(x) ? [NONE, ""] : [digits(100 * x), "%"];
 
 export function seconds(x) {

@@ -89,7 +89,7 @@ function drawing({ rows, file, model }, chip, body) {
 }
 
 export function view(root) {
-  const body = h("div", { class: "grid" });
+  const body = h("div", { class: "grid two" });
   let chip = "b200";
   async function draw() {
     try {

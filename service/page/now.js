@@ -76,7 +76,7 @@ export function view(root) {
   root.append(
     h("p", { class: "lead" }, "What the service and its kernels do at this moment; rates over the last five seconds."),
     h("div", { class: "figures" }, Object.values(figures).map((each) => each.node)),
-    h("div", { class: "grid" },
+    h("div", { class: "grid three" },
       panel("Where a request's time goes", stages),
       panel("Batches", sizes),
       panel("Memory", memory),

@@ -68,7 +68,7 @@ export function view(root) {
     h("label", { class: "field" }, h("span", {}, "variant"), variant),
     number("seed", "seed", 1, 999999),
     button);
-  const answer = h("div", { class: "grid", id: "answer" });
+  const answer = h("div", { class: "grid two", id: "answer" });
   const said = h("p", { class: "sr", role: "status" });
   root.append(
     h("p", { class: "lead" }, "Sends a real product: matrices of whole numbers from -2 to 2, made here from the seed. Such products are exact, so the checksum is the same on every device, whatever the kernel."),

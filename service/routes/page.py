@@ -105,13 +105,14 @@ async def _events(scope: Scope, receive: Receive, send: Send) -> None:
     await transfer.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
     gone = asyncio.ensure_future(transfer.watch_disconnect())
     try:
-        while not transfer.gone:
+        while not (transfer.gone or gone.done()):
             document = services.now.document(services, time.monotonic())
             await transfer.write(b"event: now\ndata: " + json.dumps(document).encode() + b"\n\n")
             if services.supervisor.draining:
-                await transfer.write(b"", more=False)
-                return
+                break
             await asyncio.wait({gone}, timeout=PERIOD)
+        # Whoever stops watching has had the whole of it: that isn't a client that left too early.
+        await transfer.write(b"", more=False)
     finally:
         gone.cancel()
 

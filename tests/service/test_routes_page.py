@@ -95,6 +95,14 @@ def test_events_come_each_second(service: Service) -> None:
     assert 0.8 < seen[1]["at"] - seen[0]["at"] < 5.0
 
 
+def test_who_stops_watching_did_not_leave_too_early(service: Service) -> None:
+    before = service.metric("gemm_rejected_total", reason="client_gone")
+    with service.http.stream("GET", "/now/events") as reply:
+        next(reply.iter_lines())
+    service.until(lambda: service.metric("gemm_requests_total", route="/now/events", code="200"))
+    assert service.metric("gemm_rejected_total", reason="client_gone") == before
+
+
 def test_the_stream_ends_when_the_service_does(tmp_path: Path) -> None:
     service = Service(tmp_path, "--backend", "numpy", "--arena-bytes", "64MiB").ready()
     try:
