@@ -2,7 +2,7 @@
 
 Barriers of the ring (scope: cluster, since operands are multicast):
   full[s]   1 arrival (this block's producer) and the bytes of A and B, its own TMA's and its peers'
-  empty[s]  one arrival a consumer of every block that this block's producer writes to, itself included
+  empty[s]  one arrival a consumer warp of every block that this block's producer writes to, itself included
 The producer starts at phase 1 (nothing to wait for), the consumer at phase 0.
 """
 
@@ -65,37 +65,36 @@ def init_ring(
     cute.arch.mbarrier_init_fence()
 
 
-def _try_wait(barrier: cute.Pointer, phase: Int32, relaxed: bool) -> Boolean:
-    scope = primitives.MBarrierScope.CLUSTER if relaxed else primitives.MBarrierScope.CTA
-    order = primitives.MemOrder.RELAXED if relaxed else None
+def _try_wait(barrier: cute.Pointer, phase: Int32, scope: primitives.MBarrierScope) -> Boolean:
     return primitives.mbarrier_wait_parity(
-        barrier.to_llvm_ptr(), phase, primitives.MBarrierWait.TRY, scope=scope, order=order
+        barrier.to_llvm_ptr(), phase, primitives.MBarrierWait.TRY, scope=scope
     )
 
 
 @cute.jit
 def wait_full(barrier: cute.Pointer, phase: Int32) -> None:
     """Wait until A and B of a stage are there: what TMA wrote before completing the barrier is visible."""
-    done = _try_wait(barrier, phase, False)
+    done = _try_wait(barrier, phase, primitives.MBarrierScope.CTA)
     while not done:
-        done = _try_wait(barrier, phase, False)
+        done = _try_wait(barrier, phase, primitives.MBarrierScope.CTA)
 
 
 @cute.jit
 def wait_empty(barrier: cute.Pointer, phase: Int32, shared: cutlass.Constexpr) -> None:
-    """Wait until all consumers have released a stage; `shared`: those of peers as well.
-
-    Relaxed at cluster scope. No data passes from consumer to producer: the reads were wgmma's, and complete
-    before the arrival. Acquire and release at cluster scope would cost a membar.gpu a stage and consumer.
-    """
-    done = _try_wait(barrier, phase, shared)
+    """Wait until every consumer warp has released a stage; `shared`: those of peers as well."""
+    scope = primitives.MBarrierScope.CLUSTER if shared else primitives.MBarrierScope.CTA
+    done = _try_wait(barrier, phase, scope)
     while not done:
-        done = _try_wait(barrier, phase, shared)
+        done = _try_wait(barrier, phase, scope)
 
 
 @cute.jit
 def release(barrier: cute.Pointer, rank: Int32, shared: cutlass.Constexpr) -> None:
-    """Arrive at this barrier of block `rank` of the cluster (at its own where nothing is shared)."""
+    """Arrive at this barrier of block `rank` of the cluster (at its own where nothing is shared).
+
+    Relaxed at cluster scope: a release there is a fence over the whole GPU, every stage, and nothing that this
+    warp wrote is handed over. What it read, wgmma has read: `wait_group` came before.
+    """
     if cutlass.const_expr(shared):
         peer = primitives.mapa(barrier.to_llvm_ptr(), rank)
         primitives.mbarrier_arrive(peer, scope=primitives.MemScope.CLUSTER, relaxed=True)

@@ -9,7 +9,7 @@ Roles       warpgroup 0: producer, 40 registers: warp 0 loads by TMA, the others
             consumers, 232 registers: wgmma m64·q·k16, one group in flight, then the epilogue, while the
             producer already fills the ring with the next tile. With one consumer nothing is moved.
 Barriers    full[s], empty[s]: see pipeline.py. Named, of one consumer: 10 + consumer, 128 threads, twice a
-            staged tile (it is free; it is written). Of both: 9, 256 threads, before split-K reuses the ring;
+            staged tile (it is free; it is written). Of all: 9, before split-K reuses the ring;
             12 + consumer, 256 threads, ping-pong's turn. Cluster: barriers are initialized; split-K's parts
             are there; nobody signals or reads a peer any more.
 Shared      128×256, 2×1: 4 × 49,152 B + 2 consumers × 2 tiles × 8,192 B = 229,376 B, and barriers 64 B.
@@ -220,9 +220,9 @@ class Gemm:
         elif cutlass.const_expr(t.split == 1):
             staging = smem.allocate(t.staging_bytes, 1024).toint().to(Int32)
 
-        # A consumer releases a stage to each block that writes into it: of the same p (shares X), or q (Y).
+        # A consumer warp releases a stage to each block that writes into it: of the same p (shares X), or q (Y).
         consumers = 1 if t.pingpong else t.consumers
-        releases = consumers * (t.cluster_p + t.cluster_q - 1)
+        releases = 4 * consumers * (t.cluster_p + t.cluster_q - 1)
         if warp == 0:
             init_ring(full, empty, t.stages, releases)
         _sync_all(t.cluster)
@@ -394,12 +394,13 @@ class Gemm:
             tiled_mma.partition_shape_C((t.p, t.q)), Float32
         )  # ((2, 2, q / 8), rows, 1)
 
-        # Thread i of a consumer releases to block i of those that share, if that block writes into this one.
-        releases = thread == 0
-        peer = part * t.sharing + thread
+        # Lane i of each warp releases to block i of those that share, if that block writes into this one.
+        lane = thread % 32
+        releases = lane == 0
+        peer = part * t.sharing + lane
         if cutlass.const_expr(t.sharing > 1):
-            same_p, same_q = thread % t.cluster_p == rank_p, thread // t.cluster_p == rank_q
-            releases = (thread < t.sharing) & (same_p | same_q)
+            same_p, same_q = lane % t.cluster_p == rank_p, lane // t.cluster_p == rank_q
+            releases = (lane < t.sharing) & (same_p | same_q)
 
         state = PipelineState.consumer(t.stages)
         buffer = Int32(0)
@@ -548,8 +549,7 @@ class Gemm:
         """Accumulator → fp32 tiles in the ring's place, for the blocks of the cluster to add."""
         t = self.tiling
         columns = min(64, t.q)
-        if cutlass.const_expr(t.consumers > 1):
-            cute.arch.barrier(barrier_id=9, number_of_threads=128 * t.consumers)
+        cute.arch.barrier(barrier_id=9, number_of_threads=128 * t.consumers)  # all warps have read the ring
         across = t.q // columns
         for row in cutlass.range_constexpr(t.p // 64 // t.consumers):
             for column in cutlass.range_constexpr(across):
