@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +28,9 @@ from service.gate import Gate
 from service.handle import Times
 from service.jobs import Jobs
 from service.keys import Keys
+from service.local.server import LocalServer
 from service.metrics import Metrics
+from service.regions import Regions
 from service.routes import gemm, inference, info, jobs, page, schema, tensors
 from service.routes.plain import Shortcut
 from service.services import Services
@@ -64,6 +67,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             await services.store.start()
             services.supervisor.start()
             await services.jobs.start()
+            if services.settings.local:
+                services.local = LocalServer(services)
+                services.local.start()
             async with serving_grpc(services, app.version):
                 yield
         finally:
@@ -109,10 +115,14 @@ def build(settings: Settings) -> Services:
     metrics = Metrics()
     arena = Arena.create(settings.arena_bytes)
     slots = Slots(arena, share=settings.key_bytes)
-    supervisor = Supervisor(arena, metrics, options_of(settings))
+    regions = Regions(most=_most_regions(), share=settings.local_bytes)
+    supervisor = Supervisor(arena, metrics, options_of(settings), regions)
     store = TensorStore(settings, slots, forget=supervisor.forget)
     keys = Keys(settings)
     metrics.live("gemm_arena_bytes", "Bytes of the arena, by state.", lambda: _arena_states(slots), "state")
+    metrics.live(
+        "gemm_local_bytes", "Bytes of memory that local clients lend.", lambda: float(regions.nbytes)
+    )
     metrics.live("gemm_tensor_store_bytes", "Bytes of stored tensors, by tier.", store.bytes_by_tier, "tier")
     services = Services(settings, metrics, keys, arena, slots, supervisor, store, None)  # type: ignore[arg-type]
     supervisor.watchers.append(services.now.saw)
@@ -144,6 +154,8 @@ async def drain(services: Services) -> None:
 async def shut(services: Services) -> None:
     """End every part; what is durable stays."""
     await drain(services)
+    if services.local is not None:
+        services.local.close()
     await services.jobs.close()
     await services.inference.regions.close()
     await services.store.close()
@@ -152,6 +164,11 @@ async def shut(services: Services) -> None:
 
 def _arena_states(slots: Slots) -> dict[str, float]:
     return {**{state: float(n) for state, n in slots.bytes_by_state.items()}, "free": float(slots.free)}
+
+
+def _most_regions() -> int:
+    """Each region is a descriptor, here and in each worker; connections need the rest."""
+    return min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
 def _serve_docs(app: FastAPI) -> None:

@@ -66,6 +66,12 @@ class Work:
         return [x for x in (self.a, self.b, self.out, self.c, self.bias) if x is not None]
 
     @property
+    def regions(self) -> set[int]:
+        """Clients' memory that it names."""
+        parts = (self.a, self.b, self.out, self.c, self.bias)
+        return {part.region for part in parts if part is not None and part.region}
+
+    @property
     def rows(self) -> int:
         """Rows of A."""
         return self.a.shape[-2]

@@ -22,6 +22,7 @@ from service.formats.raw import parse_shape
 from service.messages import Operand, Params
 from service.model import Base64, GemmBody, GemmFields, GemmQuery, Handle, validate, validate_query
 from service.plan import Limits, Plan, given_dtype, plan, unfit
+from service.regions import Region
 from service.transfer import Scope, Transfer
 
 Form = Literal["json", "safetensors", "npy", "raw"]
@@ -91,7 +92,7 @@ class Bound:
     """An operand in memory, and how to let go of it."""
 
     operand: Operand
-    slot: Slot | None = None
+    slot: Slot | Region | None = None
     _release: Callable[[], None] | None = None
 
     def release(self) -> None:
@@ -100,9 +101,14 @@ class Bound:
         if release is not None:
             release()
 
-    def view(self) -> memoryview:
-        """The operand's bytes, of one that lies in a slot."""
+    def hold(self) -> Callable[[], None]:
+        """Keep its memory, whatever becomes of this; call what is returned to let go."""
         assert self.slot is not None
+        return self.slot.hold().release
+
+    def view(self) -> memoryview:
+        """The operand's bytes, of one that lies in a slot of the arena."""
+        assert isinstance(self.slot, Slot)
         start = self.operand.offset - self.slot.offset
         return self.slot.view(start + self.operand.nbytes)[start:]
 
@@ -225,6 +231,23 @@ class Operands:
         self.bounds[name] = Bound(pin.operand, None, pin.release)
         return Tensor(pin.operand.dtype, tuple(pin.operand.shape))
 
+    async def pin_references(self, fields: GemmQuery) -> dict[str, Tensor]:
+        """Tensors of the operands that are named rather than sent."""
+        tensors = {}
+        for name in NAMES:
+            handle = handle_in(getattr(fields, name))
+            if handle is not None:
+                tensors[name] = await self.pin(name, handle)
+        return tensors
+
+    def bound_total(self, nbytes: int) -> None:
+        """Bound a body whose length only its shapes tell."""
+        if nbytes > self.limits.max_body_bytes:
+            limit = self.limits.max_body_bytes
+            raise ServiceError(
+                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
+            )
+
     def place(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
         """Take memory for the operands, one slot, and for D, another."""
         offsets, total = {}, 0
@@ -289,10 +312,10 @@ class _Decoder(Operands):
         """A‖B‖C‖bias, each as long as the query says."""
         fields = query_fields(query)
         self.transfer.bound(self.limits.max_body_bytes)
-        tensors = await self._pin_references(fields)
+        tensors = await self.pin_references(fields)
         here = raw_tensors(fields, tensors, self.transfer.content_length)
         total = sum(tensor.nbytes for tensor in here.values())
-        self._bound_total(total)
+        self.bound_total(total)
         length = self.transfer.content_length
         if length is not None and length != total:
             raise ServiceError(
@@ -311,11 +334,11 @@ class _Decoder(Operands):
             if getattr(fields, name) is not None:
                 raise unfit(name, f"goes with {RAW}; safetensors says shape and dtype itself")
         self.transfer.bound(self.limits.max_body_bytes)
-        tensors = await self._pin_references(fields)
+        tensors = await self.pin_references(fields)
         length = safetensors.header_length(await self.transfer.read(safetensors.LENGTH))
         header = safetensors.parse(await self.transfer.read(length), names=NAMES)
         here = {entry.name: entry.tensor for entry in header.entries}
-        self._bound_total(header.nbytes)
+        self.bound_total(header.nbytes)
         _check_present(tensors, here)
         made = plan(fields, tensors | here, self.limits)
         await self._receive(here, made)
@@ -375,23 +398,6 @@ class _Decoder(Operands):
         return self.request(body, made, "json", handle)
 
     # -- parts --------------------------------------------
-
-    async def _pin_references(self, fields: GemmQuery) -> dict[str, Tensor]:
-        """Tensors of the operands that are named rather than sent."""
-        tensors = {}
-        for name in NAMES:
-            handle = handle_in(getattr(fields, name))
-            if handle is not None:
-                tensors[name] = await self.pin(name, handle)
-        return tensors
-
-    def _bound_total(self, nbytes: int) -> None:
-        """Bound a body whose length only its shapes tell."""
-        if nbytes > self.limits.max_body_bytes:
-            limit = self.limits.max_body_bytes
-            raise ServiceError(
-                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
-            )
 
     async def _receive(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
         self.place(tensors, made)

@@ -23,7 +23,7 @@ from service.arena import Arena
 from service.batch import Work
 from service.errors import ServiceError
 from service.gpus import Place
-from service.link import FrontLink
+from service.link import FrontLink, descriptor_pair, send_descriptor
 from service.messages import (
     Answer,
     Ask,
@@ -31,13 +31,17 @@ from service.messages import (
     BatchDone,
     Drain,
     Forget,
+    Map,
     Ping,
     Pong,
     Ready,
     Report,
     ToFront,
+    ToWorker,
+    Unmap,
 )
 from service.place import Residency, stored
+from service.regions import Regions
 
 log = logging.getLogger("gemm.supervisor")
 
@@ -88,6 +92,7 @@ class Handle:
     index: int
     place: Place
     arena: Arena
+    regions: Regions
     arguments: list[str]
     times: Times
     on_ready: Callable[[Handle, Ready], None]
@@ -101,6 +106,8 @@ class Handle:
     residency: Residency | None = None
     failures: int = 0
     _link: FrontLink | None = None
+    _descriptors: socket.socket | None = None
+    _mapped: set[int] = field(default_factory=set)
     _process: subprocess.Popen[bytes] | None = None
     _asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     _ask_number: int = 0
@@ -145,15 +152,17 @@ class Handle:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._reason = "start_failed"
-        with theirs:
+        self._descriptors, their_descriptors = descriptor_pair()
+        with theirs, their_descriptors:
             command = [
                 *[sys.executable, "-P", "-m", "service.worker", "--link", str(theirs.fileno())],
+                *["--descriptors", str(their_descriptors.fileno())],
                 *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size)],
                 *["--index", str(self.place.index), *self.arguments],
             ]
             process = subprocess.Popen(
                 command,
-                pass_fds=(theirs.fileno(), self.arena.fd),
+                pass_fds=(theirs.fileno(), their_descriptors.fileno(), self.arena.fd),
                 env={**_environment(), **dict(self.place.environ)},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -206,6 +215,10 @@ class Handle:
         flights = list(self.flights.values())
         self.flights.clear()
         self._process = self._link = self.ready = self.residency = None
+        if self._descriptors is not None:
+            self._descriptors.close()
+            self._descriptors = None
+        self._mapped.clear()
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(ServiceError("no_worker", "the worker ended before it answered"))
@@ -243,7 +256,7 @@ class Handle:
         else:
             future.set_result(answer.value)
 
-    def _send(self, message: Batch | Ping | Ask | Forget | Drain) -> None:
+    def _send(self, message: ToWorker) -> None:
         if self._link is not None:
             self._link.send(message)
 
@@ -254,7 +267,30 @@ class Handle:
             for work in flight.works:
                 for operand in stored(work):
                     self.residency.note(operand)
+        for work in flight.works:
+            self._map(work)
         self._send(flight.batch)
+
+    def _map(self, work: Work) -> None:
+        """Let the worker map what of clients' memory it hasn't yet. Without it, it refuses the item."""
+        for number in work.regions - self._mapped:
+            region = self.regions[number]
+            if self._descriptors is None:
+                return
+            try:
+                if not region.handle:
+                    send_descriptor(self._descriptors, region.descriptor)
+            except OSError as error:
+                log.warning("a client's memory can't be handed to worker %d: %s", self.index, error)
+                continue
+            self._mapped.add(number)
+            self._send(Map(number, region.nbytes, region.handle))
+
+    def unmap(self, number: int) -> None:
+        """A region is gone."""
+        if number in self._mapped:
+            self._mapped.discard(number)
+            self._send(Unmap(number))
 
     def forget(self, tensors: tuple[str, ...]) -> None:
         """Tell a device cache what was deleted or replaced."""

@@ -1,6 +1,7 @@
 """The link between front and worker: receives messages, hands on frames over a socketpair, and back.
 
 A frame is a 4-byte little-endian length and a msgpack message of service.messages. Tensors never cross it.
+Descriptors of clients' memory cross on a socketpair of their own, in the order of the Map messages.
 """
 
 from __future__ import annotations
@@ -48,6 +49,26 @@ class _Frames(Generic[Out]):
         if at:
             del buffer[:at]
         return messages
+
+
+def descriptor_pair() -> tuple[socket.socket, socket.socket]:
+    """The front's end, which never blocks, and the worker's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def send_descriptor(end: socket.socket, descriptor: int) -> None:
+    """Raises OSError where the socket is full or gone."""
+    socket.send_fds(end, [b"d"], [descriptor])
+
+
+def receive_descriptor(end: socket.socket) -> int:
+    """The next descriptor. Raises OSError where the other side is gone."""
+    _, descriptors, _, _ = socket.recv_fds(end, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise ConnectionResetError("no descriptor came")
+    return descriptors[0]
 
 
 class _Encoder:

@@ -1,6 +1,7 @@
 """What crosses between front and worker: frozen structs over the link; tensors stay in the arena.
 
-Each struct is a tagged msgspec message. Offsets are bytes into the arena, which both sides map.
+Each struct is a tagged msgspec message. Offsets are bytes into the arena, which both sides map, or into a region
+that a client on this machine lent.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ class Operand(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in the arena: row-major, little-endian, `nbytes` written from `offset` on.
 
     `tensor` names stored content (name and ETag) that a device cache may keep; "" for what passes through once.
+    `region` is 0 for the arena, else the number of a client's memory (see Map).
     """
 
     offset: int
@@ -21,6 +23,7 @@ class Operand(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     tensor: str = ""
+    region: int = 0
 
 
 class Params(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +86,24 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     tensors: tuple[str, ...]
 
 
+class Map(msgspec.Struct, frozen=True, tag="map"):
+    """A client's memory that operands will name by number: `nbytes` of a sealed memfd, or of device memory.
+
+    The memfd's descriptor is the next one on the socket beside the link. Device memory is named by a CUDA IPC
+    handle instead, 64 bytes.
+    """
+
+    region: int
+    nbytes: int
+    handle: bytes = b""
+
+
+class Unmap(msgspec.Struct, frozen=True, tag="unmap"):
+    """No operand names this region any more."""
+
+    region: int
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish what was sent, then leave with exit status 0."""
 
@@ -143,5 +164,5 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     sm_clock_mhz: float | None = None
 
 
-ToWorker = Batch | Ping | Ask | Forget | Drain
+ToWorker = Batch | Ping | Ask | Forget | Map | Unmap | Drain
 ToFront = Ready | BatchDone | Pong | Answer | Report

@@ -54,6 +54,8 @@ class Stored(Protocol):
     def name(self) -> str: ...
     @property
     def etag(self) -> str: ...
+    @property
+    def durable(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +159,26 @@ async def send_stored(
     stored: Stored,
     outcome: Outcome,
     *,
-    durable: bool,
     request_id: str = "",
 ) -> None:
     """Tell where D was kept."""
     request.release_operands()
+    document = stored_document(request, stored, outcome, request_id)
+    headers = [*outcome_headers(outcome), (b"etag", f'"{stored.etag}"'.encode("latin-1"))]
+    await send_json(transfer, document, headers)
+
+
+def stored_document(
+    request: GemmRequest, stored: Stored, outcome: Outcome, request_id: str
+) -> dict[str, Any]:
+    """What is told of a D that was kept."""
     out = request.plan.out
-    document = {
-        "out": {"handle": stored.name, "etag": stored.etag, "durable": durable},
+    return {
+        "out": {"handle": stored.name, "etag": stored.etag, "durable": stored.durable},
         "dtype": out.dtype,
         "shape": out.shape,
         **_told(outcome, request_id),
     }
-    headers = [*outcome_headers(outcome), (b"etag", f'"{stored.etag}"'.encode("latin-1"))]
-    await send_json(transfer, document, headers)
 
 
 async def send_json(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from service.arena import Arena, Slots
     from service.jobs import Jobs
     from service.keys import Keys
+    from service.local.server import LocalServer
     from service.metrics import Metrics
     from service.settings import Settings
     from service.store import TensorStore
@@ -30,6 +31,7 @@ class Services:
     supervisor: Supervisor
     store: TensorStore
     jobs: Jobs
+    local: LocalServer | None = None
     inference: State = field(init=False)
     now: Now = field(default_factory=Now)
 

@@ -101,6 +101,9 @@ class Settings(BaseModel):
     uds: Path | None = Field(
         None, description="Unix socket (mode 0600) to listen on instead of host and port"
     )
+    local: bool = Field(
+        True, description="Serve clients on this machine through shared memory too: true or false"
+    )
     hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = Field(
         (),
         description='Names taken in Host, comma-separated, without port; "*" takes all; loopback always is',
@@ -153,6 +156,10 @@ class Settings(BaseModel):
     )
     store_memory_bytes: Bytes = Field(0, description="Stored tensors kept in the arena; 0: half the arena")
     store_disk_bytes: Bytes = Field(64 * _GIB, description="Stored tensors kept on disk")
+
+    local_bytes: Bytes = Field(
+        0, description="Memory that local clients of one key may lend at once; 0: half the memory limit"
+    )
 
     # Queue and batches.
     queue_requests: int = Field(1024, ge=1, description="Requests that may wait, 1 or more; then 429")
@@ -226,7 +233,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_numbers(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, bool) and info.field_name not in ("insecure", "shared_memory"):
+        if isinstance(value, bool) and info.field_name not in ("insecure", "local", "shared_memory"):
             raise ValueError("true and false aren't taken here")
         return value
 
@@ -249,6 +256,11 @@ class Settings(BaseModel):
     @classmethod
     def _half_arena(cls, size: int, info: ValidationInfo) -> int:
         return size or info.data.get("arena_bytes", 0) // 2
+
+    @field_validator("local_bytes", mode="after")
+    @classmethod
+    def _half_the_machine(cls, size: int) -> int:
+        return size or memory_limit() // 2
 
     @field_validator("key_bytes", mode="after")
     @classmethod

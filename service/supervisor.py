@@ -25,6 +25,7 @@ from service.handle import Flight, Handle, State, Times
 from service.messages import Batch, BatchDone, ItemDone, Ready, Report
 from service.metrics import Metrics
 from service.place import Seat, place
+from service.regions import Regions
 
 log = logging.getLogger("gemm.supervisor")
 
@@ -69,7 +70,9 @@ class Options:
 class Supervisor:
     """The queue and its workers, on the front's event loop."""
 
-    def __init__(self, arena: Arena, metrics: Metrics, options: Options) -> None:
+    def __init__(
+        self, arena: Arena, metrics: Metrics, options: Options, regions: Regions | None = None
+    ) -> None:
         self.options = options
         self.metrics = metrics
         self.queue = Queue(options.limits)
@@ -78,6 +81,8 @@ class Supervisor:
         #: Called with each batch's works and how it went, for whoever shows it.
         self.watchers: list[Callable[[tuple[Work, ...], BatchDone], None]] = []
         self.reports: dict[int, Report] = {}
+        self.regions = Regions(most=0, share=0) if regions is None else regions
+        self.regions.on_gone = self._unmap
         self._ids = itertools.count(1)
         self._batches = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
@@ -92,6 +97,7 @@ class Supervisor:
                 index,
                 spot,
                 arena,
+                self.regions,
                 list(options.arguments),
                 options.times,
                 on_ready=self._on_ready,
@@ -131,6 +137,13 @@ class Supervisor:
             }
             for h in self.handles
         ]
+
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that take work."""
+        devices = [handle.ready.device for handle in self._ready() if handle.ready is not None]
+        return tuple(
+            device["uuid"] for device in devices if device["arch"] != "cpu" and not device["virtual"]
+        )
 
     async def drain(self, grace: float) -> None:
         """Refuse new work, finish what was accepted within `grace` seconds, and end the workers."""
@@ -328,6 +341,10 @@ class Supervisor:
         """Stored content is gone or replaced: device caches drop it."""
         for handle in self.handles:
             handle.forget(tensors)
+
+    def _unmap(self, region: int) -> None:
+        for handle in self.handles:
+            handle.unmap(region)
 
     # -- inner --------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,9 @@ from service import logs
 from service.arena import Arena
 from service.drivers.base import CannotStart, Driver
 from service.handle import EXIT_CANNOT_START, EXIT_NEEDS_PERSON
-from service.link import WorkerLink
-from service.messages import Answer, Ask, Batch, Drain, Forget, Ping, Pong, Ready
+from service.link import WorkerLink, receive_descriptor
+from service.memory import Memory
+from service.messages import Answer, Ask, Batch, Drain, Forget, Map, Ping, Pong, Ready, Unmap
 
 log = logging.getLogger("gemm.worker")
 
@@ -45,31 +46,31 @@ def main(argv: list[str] | None = None) -> int:
     # The front decides when this process ends; a Ctrl-C in a terminal reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = WorkerLink(socket.socket(fileno=arguments.link))
-    arena = Arena(arguments.arena, arguments.arena_bytes)
+    memory = Memory(Arena(arguments.arena, arguments.arena_bytes))
     try:
-        driver = open_driver(arguments.device, arguments.backend, arguments.index, arena)
+        driver = open_driver(arguments.device, arguments.backend, arguments.index, memory)
         driver.start(link.send)
     except CannotStart as reason:
         log.error("can't start on %s: %s", arguments.device, reason)
         return EXIT_NEEDS_PERSON if reason.needs_person else EXIT_CANNOT_START
     link.send(Ready(os.getpid(), asdict(driver.device), _versions(driver), driver.stacking))
-    return Worker(link, driver).run()
+    return Worker(link, driver, socket.socket(fileno=arguments.descriptors)).run()
 
 
-def open_driver(device: str, backend: str, index: int, arena: Arena) -> Driver:
+def open_driver(device: str, backend: str, index: int, memory: Memory) -> Driver:
     """The driver of `device`; "auto" takes a GPU where torch sees one, else the CPU. Raises CannotStart."""
     if device == "cuda" or (device == "auto" and _gpus()):
         from service.drivers.cuda import CudaDriver
 
-        return CudaDriver(arena, index)
+        return CudaDriver(memory, index)
     if device in ("auto", "cpu"):
         from service.drivers.cpu import CpuDriver
 
-        return CpuDriver(arena, backend)
+        return CpuDriver(memory, backend)
     if device == "virtual":
         from service.drivers.virtual import VirtualDriver
 
-        return VirtualDriver(arena, backend)
+        return VirtualDriver(memory, backend)
     raise CannotStart(f"device {device!r} has no driver in this build", needs_person=True)
 
 
@@ -85,10 +86,11 @@ def _gpus() -> int:
 class Worker:
     """Loops over the link until it is drained or the front is gone."""
 
-    def __init__(self, link: WorkerLink, driver: Driver) -> None:
+    def __init__(self, link: WorkerLink, driver: Driver, descriptors: socket.socket) -> None:
         self._link = link
         self._driver = driver
-        self._inbox: queue.SimpleQueue[Batch | Forget | None] = queue.SimpleQueue()
+        self._descriptors = descriptors
+        self._inbox: queue.SimpleQueue[Batch | Forget | Map | Unmap | None] = queue.SimpleQueue()
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
 
     def run(self) -> int:
@@ -99,13 +101,26 @@ class Worker:
             message = self._inbox.get()
             if message is None:
                 break
-            if isinstance(message, Forget):
-                self._driver.forget(message.tensors)
-            else:
-                self._driver.submit(message, self._link.send)
+            match message:
+                case Batch():
+                    self._driver.submit(message, self._link.send)
+                case Forget():
+                    self._driver.forget(message.tensors)
+                case Map():
+                    self._map(message)
+                case Unmap():
+                    self._driver.unmap(message.region)
         self._driver.close()
         self._link.close()
         return 0
+
+    def _map(self, message: Map) -> None:
+        """A region that can't be mapped stays unknown; what names it is refused."""
+        descriptor = -1 if message.handle else receive_descriptor(self._descriptors)
+        try:
+            self._driver.map(message, descriptor)
+        except (OSError, ValueError) as error:
+            log.warning("a client's memory of %d bytes can't be mapped: %s", message.nbytes, error)
 
     def _read(self) -> None:
         while True:
@@ -117,7 +132,7 @@ class Worker:
                 match message:
                     case Ping():
                         self._link.send(Pong(message.number))
-                    case Batch() | Forget():
+                    case Batch() | Forget() | Map() | Unmap():
                         self._inbox.put(message)
                     case Ask():
                         self._asks.put(message)
@@ -160,6 +175,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m service.worker", description="Started by the front, not by hand."
     )
     parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the front")
+    parser.add_argument(
+        "--descriptors", type=int, required=True, help="descriptor of the socket that brings clients' memory"
+    )
     parser.add_argument("--arena", type=int, required=True, help="descriptor of the arena's memfd")
     parser.add_argument("--arena-bytes", type=int, required=True)
     parser.add_argument("--index", type=int, default=0, help="which of the visible GPUs")

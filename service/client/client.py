@@ -6,19 +6,24 @@ import asyncio
 import os
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
+import numpy as np
+
 from service.client.errors import ConnectionFailed, GemmError
 from service.client.jobs import Job, Step
 from service.client.operations import Operation, Operations, Pause, Result, Retries
+from service.client.shared import Arrays
 from service.client.tensors import Array, Handle
 from service.client.transport import (
+    AsyncBestTransport,
     AsyncSocketTransport,
     AsyncTransport,
+    BestTransport,
     Endpoint,
     SocketTransport,
     Transport,
@@ -61,18 +66,26 @@ class _Base:
         retries: Retries | int = 5,
         connections: int = 64,
         verify: ssl.SSLContext | bool = True,
+        local: bool = True,
     ) -> None:
         """Without arguments: the service in GEMM_URL (else http://127.0.0.1:8000), the key in GEMM_KEY.
 
         `url` may be `unix:/path`. `timeout` bounds a call with its retries, seconds. `retries` is how often
         a call is tried where the service says that it is busy or the connection breaks: products are pure and
-        jobs carry an idempotency key, so nothing happens twice.
+        jobs carry an idempotency key, so nothing happens twice. `local`: use shared memory where the service is
+        on this machine and offers it.
         """
         url = url or os.environ.get("GEMM_URL") or DEFAULT_URL
         self.endpoint = Endpoint.of(url, key or os.environ.get("GEMM_KEY"), verify)
         self.timeout = timeout
         self._connections = connections
+        self._local = local
+        self._arrays = Arrays()
         self._ask = Operations(Retries(attempts=retries) if isinstance(retries, int) else retries)
+
+    def empty(self, shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, np.dtype[Any]]:
+        """An array of zeros in memory that a service on this machine shares: as operand or `out` it isn't copied."""
+        return self._arrays.empty(shape, np.dtype(dtype))
 
     def _until(self, timeout: float | None = None) -> float:
         return time.monotonic() + (self.timeout if timeout is None else timeout)
@@ -89,9 +102,14 @@ class Client(_Base):
 
     def __init__(self, *args: Any, transport: Transport | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._transport = transport or SocketTransport(self.endpoint, self._connections)
+        self._transport = transport or self._own_transport()
 
     __init__.__doc__ = _Base.__init__.__doc__
+
+    def _own_transport(self) -> Transport:
+        if self._local and self.endpoint.near:
+            return BestTransport(self.endpoint, self._connections, self._arrays)
+        return SocketTransport(self.endpoint, self._connections)
 
     def __enter__(self) -> Self:
         return self
@@ -277,9 +295,14 @@ class AsyncClient(_Base):
 
     def __init__(self, *args: Any, transport: AsyncTransport | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._transport = transport or AsyncSocketTransport(self.endpoint, self._connections)
+        self._transport = transport or self._own_transport()
 
     __init__.__doc__ = _Base.__init__.__doc__
+
+    def _own_transport(self) -> AsyncTransport:
+        if self._local and self.endpoint.near:
+            return AsyncBestTransport(self.endpoint, self._connections, self._arrays)
+        return AsyncSocketTransport(self.endpoint, self._connections)
 
     async def __aenter__(self) -> Self:
         return self

@@ -143,7 +143,14 @@ class Operations:
         elif place.given is not None:
             query.setdefault("out_dtype", place.given.dtype)
         headers = (("content-type", RAW), ("accept", JSON if keep is not None else RAW))
-        call = Call("POST", f"/gemm?{urlencode(query)}", headers, tuple(parts), None if keep else place.take)
+        call = Call(
+            "POST",
+            f"/gemm?{urlencode(query)}",
+            headers,
+            tuple(parts),
+            None if keep else place.take,
+            into=place.given.data if place.given is not None else None,
+        )
         reply = yield from attempt(call, self._retries, deadline)
         if keep is not None:
             told = json.loads(reply.body)

@@ -8,6 +8,7 @@ caller's memory and a sink for the result, and name no socket.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import select
 import socket
@@ -15,11 +16,13 @@ import ssl
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from service.client.errors import ConnectionFailed, TimedOut
+from service.client.local import WORTH, CannotLend, Place, open_session, product
+from service.client.shared import Arrays
 from service.client.wire import Address, Call, Connection, Reply, Waiting, connect
 
 
@@ -75,6 +78,21 @@ class Endpoint:
     def name(self) -> str:
         """For people."""
         return self.path or self.authority
+
+    @property
+    def near(self) -> bool:
+        """Whether the service may be on this machine."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        try:
+            return self.tls is None and ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def key(self) -> str:
+        """The API key, "" for none."""
+        return next((value[7:] for name, value in self.headers if name == "authorization"), "")
 
     def known(self) -> list[Address] | None:
         """Addresses that need no look-up."""
@@ -190,7 +208,7 @@ def _again(connection: Connection, call: Call, error: ConnectionFailed) -> bool:
 def _prefixed(call: Call, end: Endpoint) -> Call:
     if not end.prefix:
         return call
-    return Call(call.method, end.prefix + call.target, call.headers, call.parts, call.sink, call.idempotent)
+    return replace(call, target=end.prefix + call.target)
 
 
 class AsyncSocketTransport:
@@ -276,6 +294,136 @@ async def _await(steps: Waiting) -> Any:
         return done.value
     finally:
         steps.close()
+
+
+class _Paths:
+    """Which way a call goes: through shared memory where the service is on this machine and the call is worth it."""
+
+    def __init__(self, endpoint: Endpoint, arrays: Arrays) -> None:
+        self.arrays = arrays
+        self._near = endpoint.near
+        self._looked = False
+        self.place: Place | None = None
+
+    def ask(self, call: Call) -> bool | None:
+        """Whether to take the near path; None: ask the service first where it is."""
+        if not self._near or not product(call) or not self._worth(call):
+            return False
+        return None if not self._looked else self.place is not None
+
+    def _worth(self, call: Call) -> bool:
+        if call.nbytes >= WORTH:
+            return True
+        views = [*call.parts, *([call.into] if call.into is not None else [])]
+        return any(self.arrays.find(memoryview(view)) is not None for view in views)
+
+    def told(self, reply: Reply) -> None:
+        """What the service says about itself."""
+        self._looked = True
+        self.place = Place.of(reply.body) if reply.status == 200 else None
+
+    def lost(self) -> None:
+        """The place is not there any more; the service may come back at another."""
+        self._looked, self.place = False, None
+
+
+_LIMITS = Call("GET", "/limits", (("accept", "application/json"),))
+
+
+class _LocalTransport(SocketTransport):
+    """Sessions instead of HTTP connections."""
+
+    def __init__(self, endpoint: Endpoint, connections: int, paths: _Paths) -> None:
+        super().__init__(endpoint, connections)
+        self._paths = paths
+
+    def _connect(self, deadline: float) -> Connection:
+        place = self._paths.place
+        if place is None:
+            raise ConnectionFailed("there is no local socket", sent=False)
+        made: Connection = _wait(open_session(place, self._endpoint.key, self._paths.arrays), deadline)
+        return made
+
+
+class BestTransport:
+    """Each call on the fastest path: shared memory on the same machine, else a socket."""
+
+    def __init__(self, endpoint: Endpoint, connections: int, arrays: Arrays) -> None:
+        self._paths = _Paths(endpoint, arrays)
+        self._far = SocketTransport(endpoint, connections)
+        self._near = _LocalTransport(endpoint, connections, self._paths)
+
+    def send(self, call: Call, deadline: float) -> Reply:
+        """See Transport."""
+        near = self._paths.ask(call)
+        if near is None:
+            self._paths.told(self._far.send(_LIMITS, deadline))
+            near = self._paths.ask(call)
+        if near:
+            try:
+                return self._near.send(call, deadline)
+            except ConnectionFailed as error:
+                if isinstance(error, TimedOut):
+                    raise
+                if not isinstance(error, CannotLend):
+                    self._near.close()
+                    self._paths.lost()
+                if error.sent:
+                    raise
+        return self._far.send(call, deadline)
+
+    def close(self) -> None:
+        """See Transport."""
+        self._near.close()
+        self._far.close()
+
+
+class _AsyncLocalTransport(AsyncSocketTransport):
+    """Sessions instead of HTTP connections."""
+
+    def __init__(self, endpoint: Endpoint, connections: int, paths: _Paths) -> None:
+        super().__init__(endpoint, connections)
+        self._paths = paths
+
+    async def _connect(self) -> Connection:
+        place = self._paths.place
+        if place is None:
+            raise ConnectionFailed("there is no local socket", sent=False)
+        made: Connection = await _await(open_session(place, self._endpoint.key, self._paths.arrays))
+        return made
+
+
+class AsyncBestTransport:
+    """Each call on the fastest path: shared memory on the same machine, else a socket."""
+
+    def __init__(self, endpoint: Endpoint, connections: int, arrays: Arrays) -> None:
+        self._paths = _Paths(endpoint, arrays)
+        self._far = AsyncSocketTransport(endpoint, connections)
+        self._near = _AsyncLocalTransport(endpoint, connections, self._paths)
+
+    async def send(self, call: Call, deadline: float) -> Reply:
+        """See AsyncTransport."""
+        near = self._paths.ask(call)
+        if near is None:
+            self._paths.told(await self._far.send(_LIMITS, deadline))
+            near = self._paths.ask(call)
+        if near:
+            try:
+                return await self._near.send(call, deadline)
+            except ConnectionFailed as error:
+                if isinstance(error, TimedOut):
+                    raise
+                if not isinstance(error, CannotLend):
+                    await self._near.close()
+                    self._paths.lost()
+                if error.sent:
+                    raise
+        return await self._far.send(call, deadline)
+
+    async def close(self) -> None:
+        """See AsyncTransport."""
+        await self._near.close()
+        await self._far.close()
 
 
 def _set(ready: asyncio.Future[None]) -> None:

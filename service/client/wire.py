@@ -45,7 +45,11 @@ Sink = Callable[[Head], memoryview | None]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request: `target` is path and query, encoded; `parts` are the body, sent one after the other."""
+    """A request: `target` is path and query, encoded; `parts` are the body, sent one after the other.
+
+    `into` is the caller's memory for the result, where `sink` will take it to; a path that writes there itself
+    needs to know it first.
+    """
 
     method: str
     target: str
@@ -53,6 +57,7 @@ class Call:
     parts: tuple[bytes | memoryview, ...] = ()
     sink: Sink | None = None
     idempotent: bool = True
+    into: memoryview | None = None
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kernels.device import Device
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem
-from service.messages import Batch, BatchDone, Item, ItemDone, Report
+from service.messages import Batch, BatchDone, Item, ItemDone, Map, Report
 
 
 class CannotStart(Exception):
@@ -46,6 +46,17 @@ class Driver(Protocol):
 
     def forget(self, tensors: Sequence[str]) -> None:
         """Drop what caches keep of these tensors."""
+        ...
+
+    def map(self, message: Map, descriptor: int) -> None:
+        """Operands will lie in a client's memory; the descriptor is the driver's to close.
+
+        Raises OSError or ValueError where it can't be mapped.
+        """
+        ...
+
+    def unmap(self, region: int) -> None:
+        """No operand names the region any more."""
         ...
 
     def close(self) -> None:

@@ -20,9 +20,9 @@ from kernels.device import Device, describe_cpu
 from kernels.problem import DType, Problem, Unsupported
 from kernels.selector import Choice, choose
 from kernels.verify import check
-from service.arena import Arena
 from service.drivers.base import CannotStart, late, problem_asked, problem_of
-from service.messages import Batch, BatchDone, Item, ItemDone, Operand, Report
+from service.memory import Memory, operands_of, unmapped
+from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
 
 log = logging.getLogger("gemm.worker")
 
@@ -51,8 +51,8 @@ class _Tally:
 class CpuDriver:
     """See service.drivers.base.Driver. `backend`: "auto" (torch where it is installed), "numpy" or "torch"."""
 
-    def __init__(self, arena: Arena, backend: str) -> None:
-        self._arena = arena
+    def __init__(self, memory: Memory, backend: str) -> None:
+        self._memory = memory
         self._variants = [v for v in reference.variants() if backend in ("auto", v.backend)]
         if not self._variants:
             raise CannotStart(f"backend {backend!r} isn't installed", needs_person=True)
@@ -84,7 +84,7 @@ class CpuDriver:
         ended: dict[int, ItemDone] = {}
         due: list[Item] = []
         for item in batch.items:
-            refusal = late(item)
+            refusal = late(item) or self._missing(item)
             if refusal is None:
                 due.append(item)
             else:
@@ -120,6 +120,21 @@ class CpuDriver:
 
     def close(self) -> None:
         """Nothing is under way: `submit` returns when it is done."""
+
+    def map(self, message: Map, descriptor: int) -> None:
+        """Map it; a device's memory can't be."""
+        if message.handle:
+            raise ValueError("a CPU has no device memory")
+        self._memory.map(message, descriptor)
+
+    def unmap(self, region: int) -> None:
+        """Let it go."""
+        self._memory.unmap(region)
+
+    def _missing(self, item: Item) -> ItemDone | None:
+        if all(self._memory.holds(operand.region) for operand in operands_of(item)):
+            return None
+        return unmapped(item)
 
     def _describe(self, variant: reference.Reference) -> dict[str, Any]:
         test = reference.self_test(variant.backend)
@@ -189,8 +204,7 @@ class CpuDriver:
         return [ItemDone(item.id, "", "", choice.variant, str(choice.reason), choice.why) for item in items]
 
     def _array(self, operand: Operand) -> np.ndarray[Any, Any]:
-        view = self._arena.view(operand.offset, operand.nbytes)
-        return np.frombuffer(view, _NUMPY[operand.dtype]).reshape(operand.shape)
+        return np.frombuffer(self._memory.view(operand), _NUMPY[operand.dtype]).reshape(operand.shape)
 
     def _maybe(self, operand: Operand | None) -> np.ndarray[Any, Any] | None:
         return None if operand is None else self._array(operand)

@@ -21,12 +21,13 @@ from kernels.device import Device
 from kernels.problem import DType, Problem, Unsupported
 from kernels.runtime import Operands, Runtime, runtime
 from kernels.selector import Choice
-from service.arena import Arena
 from service.drivers.base import CannotStart, late, problem_asked, problem_of
 from service.drivers.cuda_regions import CudaRegions
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
+from service.drivers.lent import Lent
 from service.handle import CACHE_SHARE
-from service.messages import Batch, BatchDone, Item, ItemDone, Operand, Report
+from service.memory import Memory, operands_of, unmapped
+from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
 
 log = logging.getLogger("gemm.worker")
 
@@ -100,13 +101,14 @@ class CudaDriver:
 
     backend = "cublas"
 
-    def __init__(self, arena: Arena, index: int = 0) -> None:
-        self._arena = arena
+    def __init__(self, memory: Memory, index: int = 0) -> None:
+        self._memory = memory
         self._index = index
         self.stacking = True
         self.device: Device
         self._runtime: Runtime
         self._cache: Cache
+        self._lent: Lent
         self._outcomes: dict[str, probe.Outcome] = {}
         self._reading = Reading(None, detail="not read yet")
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
@@ -144,10 +146,8 @@ class CudaDriver:
         self.device = self._runtime.device
         self._place = torch.device("cuda", self._index)
         self._in, self._compute, self._out = (torch.cuda.Stream(self._place) for _ in range(3))
-        self._host = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._arena.size, 0)
-        if int(status):
-            log.warning("the arena can't be page-locked (CUDA error %d): copies are slower", int(status))
+        self._lent = Lent(torch, self._index)
+        self._lent.add_host(0, self._memory.arena.memory)
         free, _ = torch.cuda.mem_get_info(self._place)
         self._cache = Cache(int(free * CACHE_SHARE))
         self._types = {
@@ -217,6 +217,24 @@ class CudaDriver:
         if self._regions is not None:
             self._regions.close()
 
+    # -- clients' memory --------------------------------------------------------------------------------------
+
+    def map(self, message: Map, descriptor: int) -> None:
+        """Map and page-lock host memory, or open device memory."""
+        if message.handle:
+            self._lent.add_device(message)
+        else:
+            self._lent.add_host(message.region, self._memory.map(message, descriptor))
+
+    def unmap(self, region: int) -> None:
+        """Let it go; the batches that used it have ended."""
+        self._lent.remove(region)
+        self._memory.unmap(region)
+
+    def _missing(self, item: Item) -> ItemDone | None:
+        known = self._lent.data
+        return None if all(operand.region in known for operand in operands_of(item)) else unmapped(item)
+
     # -- batches ----------------------------------------------------------------------------------------------
 
     def submit(self, batch: Batch, done: Callable[[BatchDone], None]) -> None:
@@ -233,7 +251,7 @@ class CudaDriver:
     def _queue(self, flight: _Flight) -> None:
         due = []
         for item in flight.batch.items:
-            refusal = late(item)
+            refusal = late(item) or self._missing(item)
             if refusal is None:
                 due.append(item)
             else:
@@ -298,8 +316,11 @@ class CudaDriver:
             b = self._arrive(first.b)
             c = None if first.c is None else self._arrive(first.c)
             bias = None if first.bias is None else self._arrive(first.bias)
-            shape = first.out.shape if len(items) == 1 else (a.shape[0], first.out.shape[1])
-            d = torch.empty(shape, dtype=self._types[first.out.dtype], device=self._place)
+            if len(items) == 1 and self._lent.on_device(first.out.region):
+                d = self._here(first.out)
+            else:
+                shape = first.out.shape if len(items) == 1 else (a.shape[0], first.out.shape[1])
+                d = torch.empty(shape, dtype=self._types[first.out.dtype], device=self._place)
         flight.held += [a, b, c, bias, d]
         params = first.params
         return Operands(_logical(a, params.trans_a), _logical(b, params.trans_b), _three(d), _three(c), bias)
@@ -333,6 +354,8 @@ class CudaDriver:
         """D into the slots, rows of a stack each to its own."""
         with self._torch.cuda.stream(self._out):
             if len(items) == 1:
+                if self._lent.on_device(items[0].out.region):
+                    return  # D was written where it belongs
                 self._here(items[0].out).copy_(d.view(items[0].out.shape), non_blocking=True)
                 return
             at = 0
@@ -343,6 +366,8 @@ class CudaDriver:
 
     def _arrive(self, operand: Operand) -> Any:
         """An operand in device memory: kept there already, or copied now (and kept, if it is stored)."""
+        if self._lent.on_device(operand.region):
+            return self._here(operand)
         kept = self._cache.get(operand.tensor) if operand.tensor else None
         if kept is not None:
             return kept
@@ -353,8 +378,8 @@ class CudaDriver:
         return moved
 
     def _here(self, operand: Operand) -> Any:
-        """The operand's bytes in the arena as a tensor."""
-        data = self._host[operand.offset : operand.offset + operand.nbytes]
+        """The operand's bytes where they lie, as a tensor."""
+        data = self._lent.data[operand.region][operand.offset : operand.offset + operand.nbytes]
         return data.view(self._types[operand.dtype]).view(operand.shape)
 
     # -- ends -------------------------------------------------------------------------------------------------
@@ -425,7 +450,7 @@ class CudaDriver:
         if what == "choose":
             return asdict(self._runtime.choose(problem_asked(args), args.get("variant", "auto")))
         if self._regions is None:
-            self._regions = CudaRegions(self._arena)
+            self._regions = CudaRegions(self._memory.arena)
         return self._regions.ask(what, args)
 
     def _detail(self, name: str) -> str:

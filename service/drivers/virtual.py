@@ -19,9 +19,9 @@ from kernels.device import describe_cpu
 from kernels.elementwise import as_tensor
 from kernels.problem import DType, Problem, Unsupported
 from kernels.selector import Choice, choose
-from service.arena import Arena
 from service.drivers.base import CannotStart, problem_of
 from service.drivers.cpu import CpuDriver, _Tally
+from service.memory import Memory
 from service.messages import Item, ItemDone, Report
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ MOST_FLOPS = 2 * 512 * 512 * 1024  # a few seconds on two cores
 class VirtualDriver(CpuDriver):
     """See service.drivers.base.Driver. `backend` is the CPU reference's, for what own kernels don't compute."""
 
-    def __init__(self, arena: Arena, backend: str) -> None:
-        super().__init__(arena, backend)
+    def __init__(self, memory: Memory, backend: str) -> None:
+        super().__init__(memory, backend)
         self.device = replace(device.virtual(ARCH), sms=SMS)
         self._runtime: VirtualRuntime
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from service.arena import Slot
 from service.batch import Work
 from service.decode import GemmRequest
 from service.errors import ServiceError
@@ -66,7 +67,7 @@ def _region(
 async def _keep(services: Services, request: GemmRequest, name: str, principal: Principal) -> dict[str, Any]:
     """Store D under the handle that the request named."""
     slot, out = request.out.slot, request.out.operand
-    assert slot is not None
+    assert isinstance(slot, Slot)
     entry = await services.store.put(
         principal.owner,
         name,

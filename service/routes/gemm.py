@@ -10,12 +10,14 @@ from fastapi import APIRouter
 from starlette.types import Receive, Scope, Send
 
 from service import reply
+from service.arena import Slot
 from service.batch import DEFAULT_PRIORITY, Work
 from service.decode import GemmRequest, decode
 from service.keys import Principal
 from service.model import GemmBody, GemmQuery
 from service.routes.plain import PlainRoute, plain
 from service.services import Services
+from service.store import Entry
 from service.supervisor import Outcome
 from service.transfer import ClientGone, Transfer
 
@@ -23,14 +25,12 @@ router = APIRouter(route_class=PlainRoute, tags=["gemm"])
 
 
 def work_of(services: Services, request: GemmRequest, principal: Principal) -> Work:
-    """The request as work. Its `release` gives operands and the worker's hold on D's slot back."""
-    slot = request.out.slot
-    assert slot is not None
-    slot.hold()
+    """The request as work. Its `release` gives operands and the worker's hold on D's memory back."""
+    let_go = request.out.hold()
 
     def release() -> None:
         request.release_operands()
-        slot.release()
+        let_go()
 
     return Work(
         id=services.supervisor.work_id(),
@@ -94,7 +94,8 @@ async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
         if request.out_handle is None:
             await reply.send(transfer, request, form, outcome, request_id=state["request_id"])
         else:
-            await _keep(services, transfer, request, outcome, state)
+            entry = await keep(services, request, state["principal"])
+            await reply.send_stored(transfer, request, entry, outcome, request_id=state["request_id"])
     finally:
         # Operands went with the work; the output may still be on its way out of reply.send.
         if not transfer.started or request.out_handle is not None:
@@ -105,19 +106,12 @@ async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
     services.metrics.took("reply", ended - computed)
 
 
-async def _keep(
-    services: Services,
-    transfer: Transfer,
-    request: GemmRequest,
-    outcome: Outcome,
-    state: dict[str, Any],
-) -> None:
-    """Store D under the handle that the request named, and tell where it is."""
+async def keep(services: Services, request: GemmRequest, principal: Principal) -> Entry:
+    """Store D under the handle that the request named."""
     slot, operand = request.out.slot, request.out.operand
-    assert slot is not None
+    assert isinstance(slot, Slot)
     assert request.out_handle is not None
-    principal: Principal = state["principal"]
-    entry = await services.store.put(
+    return await services.store.put(
         principal.owner,
         request.out_handle,
         slot,
@@ -127,9 +121,6 @@ async def _keep(
         durable=request.durable,
         ttl=request.ttl_seconds,
         share=principal.quota.store_bytes,
-    )
-    await reply.send_stored(
-        transfer, request, entry, outcome, durable=entry.durable, request_id=state["request_id"]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -86,6 +87,7 @@ def limits_of(settings: Settings) -> dict[str, Any]:
     """All limits by name; times in seconds, sizes in bytes."""
     names = (
         *("arena_bytes", "max_body_bytes", "max_json_bytes", "max_output_bytes", "max_flops", "key_bytes"),
+        "local_bytes",
         *("queue_requests", "queue_bytes", "batch_requests", "batch_delay_ms"),
         *("store_memory_bytes", "store_disk_bytes", "job_steps", "job_bytes", "result_ttl_seconds"),
         *(
@@ -104,8 +106,20 @@ def limits_of(settings: Settings) -> dict[str, Any]:
 
 @router.get("/limits", summary="All limits")
 async def limits(request: Request) -> dict[str, Any]:
-    """What a request may be and hold; a refusal names the limit that it passed."""
-    return limits_of(services_of(request).settings)
+    """What a request may be and hold; a refusal names the limit that it passed.
+
+    A client on this machine is told where the socket for shared memory is.
+    """
+    services = services_of(request)
+    limits = limits_of(services.settings)
+    if services.local is not None and services.local.path is not None and _near(request):
+        limits["local"] = {"socket": str(services.local.path), "instance": services.local.instance}
+    return limits
+
+
+def _near(request: Request) -> bool:
+    """Whether the client may be on this machine; one that isn't is told no paths."""
+    return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
 
 
 async def _live(scope: Scope, receive: Receive, send: Send) -> None:

@@ -66,6 +66,7 @@ class Store:
 class Stored:
     name: str
     etag: str = "e1"
+    durable: bool = False
 
 
 @dataclass
@@ -131,14 +132,12 @@ def app(services: Services) -> Any:
                 request.release()
                 raise
             if request.out_handle is not None:
-                stored = Stored(request.out_handle)
+                stored = Stored(request.out_handle, durable=request.durable)
                 services.store.keep(
                     stored.name, elements(request.out, request.plan.out), request.params.out_dtype
                 )
                 request.release()
-                await send_stored(
-                    transfer, request, stored, Outcome(), durable=request.durable, request_id="r"
-                )
+                await send_stored(transfer, request, stored, Outcome(), request_id="r")
             else:
                 await send(transfer, request, form, Outcome(), request_id="r")
         except ClientGone:

@@ -402,7 +402,8 @@ def test_reply_before_the_body_was_sent_ends_the_sending(serve: Serve) -> None:
 
     server, url = serve(early)
     big = np.zeros((4096, 4096), np.float32)
-    with Client(url, retries=QUICK, timeout=20) as client, pytest.raises(Invalid, match="413 too_large"):
+    client = Client(url, retries=QUICK, timeout=20, local=False)
+    with client, pytest.raises(Invalid, match="413 too_large"):
         client.gemm(big, big)
     assert server.connections == 1
 
@@ -557,7 +558,7 @@ async def test_async_client_sends_large_bodies_and_cancels(serve: Serve) -> None
 
     server, url = serve(answering(array_reply(big, "fp32")), slow)
     out = np.empty_like(big)
-    async with AsyncClient(url) as client:
+    async with AsyncClient(url, local=False) as client:
         assert await client.gemm(big, big.T, out=out) is out
         np.testing.assert_array_equal(out, big)
         assert server.requests[0].body == big.tobytes() * 2

@@ -15,6 +15,7 @@ from kernels.verify import check
 from service.arena import Arena
 from service.drivers.base import CannotStart
 from service.drivers.virtual import MOST_FLOPS, VirtualDriver
+from service.memory import Memory
 from service.messages import Batch, BatchDone, Item, Operand, Params
 
 pytest.importorskip("torch")
@@ -59,7 +60,7 @@ def test_nothing_built_is_said_with_the_command(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEMM_KERNELS", str(tmp_path))
-    driver = VirtualDriver(arena, "numpy")
+    driver = VirtualDriver(Memory(arena), "numpy")
     with pytest.raises(CannotStart, match="python -m kernels build --arch sm_100a") as reason:
         driver.start(lambda _: None)
     assert reason.value.needs_person
@@ -73,7 +74,7 @@ def test_kernels_execute_and_the_reference_does_the_rest(arena: Arena) -> None:
     from kernels.build import build
 
     build("sm_100a", only="step9_256x256_*_fp16_plain")
-    driver = VirtualDriver(arena, "numpy")
+    driver = VirtualDriver(Memory(arena), "numpy")
     driver.start(lambda _: None)
     assert not driver.stacking
     bench = Bench(driver, arena)

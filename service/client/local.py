@@ -1,0 +1,312 @@
+"""Products by way of shared memory: receives calls, hands on replies whose bytes crossed no socket.
+
+Operands that lie in arrays of `Client.empty` are multiplied where they are; others are copied once into memory that
+the connection lends. The connection speaks service.local.messages and has the form of wire.Connection, so that
+the same transports drive it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+
+from service.client.errors import ConnectionFailed, GemmError
+from service.client.shared import ALIGN, Arrays, Shared
+from service.client.wire import Call, Head, Need, Reply, Waiting
+from service.local.messages import (
+    MAX_PACKET,
+    Done,
+    Garbled,
+    Hello,
+    Multiply,
+    Piece,
+    Product,
+    Refused,
+    Share,
+    ToClient,
+    ToService,
+    Unshare,
+    Welcome,
+    address,
+    decode_answer,
+    encode,
+)
+
+#: Calls with fewer bytes of operands don't make a client look for this path: over HTTP they are as fast.
+WORTH = 1 << 18
+#: Room for a D whose size only the service can tell.
+_GUESS = 1 << 20
+#: What a connection lends is kept for the next call up to this many bytes.
+_KEEP = 1 << 28
+_ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+_ROOM = "x-gemm-room"
+_RAW = ("content-type", "application/octet-stream")
+
+
+class CannotLend(ConnectionFailed):
+    """The service takes no more memory from this client now; a socket serves it."""
+
+
+class Place(NamedTuple):
+    """Where a service serves clients on this machine, and which service it is."""
+
+    socket: str
+    instance: str
+
+    @classmethod
+    def of(cls, limits: bytes) -> Place | None:
+        """From the document of GET /limits, where it tells one whose socket is on this machine."""
+        try:
+            told = json.loads(limits)["local"]
+            place = cls(str(told["socket"]), str(told["instance"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+        return place if os.path.exists(place.socket) else None
+
+
+def product(call: Call) -> bool:
+    """Whether a call is a product whose operands come as raw bytes."""
+    return call.method == "POST" and call.target.startswith("/gemm?") and _RAW in call.headers
+
+
+def room(target: str) -> int | None:
+    """Bytes of D, as far as the query tells."""
+    query = dict(parse_qsl(urlsplit(target).query))
+    if query.get("out", "inline") != "inline":
+        return 0
+    try:
+        a, b = (tuple(map(int, query[name].split("x"))) for name in ("a_shape", "b_shape"))
+        m = a[-1] if query.get("trans_a") == "true" else a[-2]
+        n = b[-2] if query.get("trans_b") == "true" else b[-1]
+        itemsize = _ITEMSIZE[query.get("out_dtype") or query["dtype"]]
+    except (KeyError, ValueError, IndexError):
+        return None
+    layers = [shape[0] for shape in (a, b) if len(shape) == 3]
+    if len(query.get("c_shape", "").split("x")) == 3:
+        layers.append(int(query["c_shape"].split("x")[0]))
+    return m * n * math.prod(sorted(layers)[-1:]) * itemsize
+
+
+@dataclass(slots=True)
+class LocalConnection:
+    """One session; `used` counts its exchanges. See wire.Connection."""
+
+    sock: socket.socket
+    arrays: Arrays
+    used: int = 0
+    answered: bool = False
+    _shared: set[int] = field(default_factory=set)
+    _staging: Shared | None = None
+    _number: int = 0
+    _in_place: bool = False
+
+    def close(self) -> None:
+        """End the session; the service lets go of what was lent."""
+        self.sock.close()
+        self._drop_staging()
+
+    def stale(self) -> bool:
+        """Whether the service has ended the session."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def exchange(self, call: Call, authority: str, headers: tuple[tuple[str, str], ...]) -> Waiting:
+        """Send the product, receive what became of it. Returns a Reply."""
+        self.used += 1
+        self.answered = False
+        yield from self._tidy()
+        wanted = room(call.target)
+        if wanted is None:
+            wanted = _GUESS if call.into is None else call.into.nbytes
+        answer = yield from self._multiply(call, wanted)
+        if isinstance(answer, Refused) and int(answer.headers.get(_ROOM, "0")) > wanted and call.into is None:
+            wanted = int(answer.headers[_ROOM])
+            answer = yield from self._multiply(call, wanted)
+        if isinstance(answer, Refused):
+            return Reply(Head(answer.status, answer.headers), answer.problem)
+        assert isinstance(answer, Product)
+        head = Head(200, answer.headers)
+        taken = call.sink(head) if call.sink is not None else None
+        if taken is not None and taken.nbytes and not self._in_place:
+            assert self._staging is not None
+            np.frombuffer(taken, np.uint8)[:] = self._staging.bytes()[: taken.nbytes]
+        if self._staging is not None and self._staging.nbytes > _KEEP:
+            yield from self._unshare(self._staging.number)
+            self._drop_staging()
+        return Reply(head, answer.body)
+
+    def greet(self, key: str, instance: str) -> Generator[Need, None, None]:
+        """The first packets; ConnectionFailed where another service answers."""
+        yield from self._send(Hello(key=key))
+        answer = yield from self._receive()
+        if isinstance(answer, Refused):
+            raise ConnectionFailed(f"the local socket refuses: {answer.problem.decode()}", sent=False)
+        if not isinstance(answer, Welcome) or answer.instance != instance:
+            raise ConnectionFailed("another service is behind the local socket", sent=False)
+
+    # -- a product --------------------------------------------------------------------------------------------
+
+    def _multiply(self, call: Call, wanted: int) -> Generator[Need, None, ToClient]:
+        """Lend what isn't lent yet, copy what doesn't lie in lent memory, and multiply."""
+        parts = [memoryview(part).cast("B") for part in call.parts if memoryview(part).nbytes]
+        pieces: list[Piece | None] = []
+        for part in parts:
+            pieces.append((yield from self._lent(part)))
+        out = None
+        if call.into is not None:
+            out = yield from self._lent(call.into)
+        self._in_place = out is not None
+        copied = [part for part, piece in zip(parts, pieces, strict=True) if piece is None]
+        nbytes = sum(-(-part.nbytes // ALIGN) * ALIGN for part in copied)
+        staged = yield from self._stage(nbytes + (wanted if out is None else 0))
+        at = 0
+        if out is None:
+            # D comes first, so that it is found there whatever the operands were.
+            out = Piece(staged.number, 0, wanted)
+            at = -(-wanted // ALIGN) * ALIGN
+        whole = staged.bytes()
+        for index, piece in enumerate(pieces):
+            if piece is None:
+                part = parts[index]
+                whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
+                pieces[index] = Piece(staged.number, at, part.nbytes)
+                at += -(-part.nbytes // ALIGN) * ALIGN
+        query = urlsplit(call.target).query
+        body = _with_empty([piece for piece in pieces if piece is not None], call)
+        identity = next((value for name, value in call.headers if name == "x-request-id"), "")
+        self._number += 1
+        yield from self._send(Multiply(self._number, query, body, out, identity))
+        return (yield from self._answer())
+
+    def _lent(self, data: memoryview) -> Generator[Need, None, Piece | None]:
+        """The piece that bytes in a lent array are; None for other memory, and where no more may be lent."""
+        spot = self.arrays.find(data)
+        if spot is None:
+            return None
+        if spot.number not in self._shared:
+            answer = yield from self._share(spot.number, spot.descriptor)
+            if isinstance(answer, Refused):
+                return None
+        return Piece(spot.number, spot.offset, data.nbytes)
+
+    def _stage(self, nbytes: int) -> Generator[Need, None, Shared]:
+        """Memory of the connection's own, of at least `nbytes`."""
+        nbytes += ALIGN  # D's end is rounded up
+        if self._staging is not None and self._staging.nbytes < nbytes:
+            yield from self._unshare(self._staging.number)
+            self._drop_staging()
+        if self._staging is None:
+            self._staging = Shared(-(-nbytes // _GUESS) * _GUESS)
+            answer = yield from self._share(self._staging.number, self._staging.descriptor)
+            if isinstance(answer, Refused):
+                raise CannotLend(f"no memory can be lent: {answer.problem.decode()}", sent=False)
+        return self._staging
+
+    # -- what is lent -----------------------------------------------------------------------------------------
+
+    def _share(self, number: int, descriptor: int) -> Generator[Need, None, ToClient]:
+        self._number += 1
+        yield from self._send(Share(self._number, number), descriptor)
+        answer = yield from self._answer()
+        if isinstance(answer, Done):
+            self._shared.add(number)
+        return answer
+
+    def _unshare(self, number: int) -> Generator[Need, None, None]:
+        self._number += 1
+        yield from self._send(Unshare(self._number, number))
+        yield from self._answer()
+        self._shared.discard(number)
+
+    def _tidy(self) -> Generator[Need, None, None]:
+        """Take back what is gone here."""
+        own = self._staging.number if self._staging is not None else 0
+        for number in [one for one in self._shared if one != own and one not in self.arrays.numbers]:
+            yield from self._unshare(number)
+
+    def _drop_staging(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+
+    # -- packets ----------------------------------------------------------------------------------------------
+
+    def _send(self, message: ToService, descriptor: int = -1) -> Generator[Need, None, None]:
+        packet = encode(message)
+        while True:
+            try:
+                if descriptor >= 0:
+                    socket.send_fds(self.sock, [packet], [descriptor])
+                else:
+                    self.sock.send(packet)
+            except BlockingIOError:
+                yield Need(self.sock.fileno(), False, True)
+            except OSError as error:
+                raise ConnectionFailed(f"the service left: {error.strerror}", sent=True) from None
+            else:
+                return
+
+    def _answer(self) -> Generator[Need, None, ToClient]:
+        """The answer to the last packet."""
+        answer = yield from self._receive()
+        self.answered = True
+        if isinstance(answer, Welcome) or answer.id != self._number:
+            raise ConnectionFailed("the service answered something else", sent=True)
+        return answer
+
+    def _receive(self) -> Generator[Need, None, ToClient]:
+        while True:
+            try:
+                packet = self.sock.recv(MAX_PACKET)
+            except BlockingIOError:
+                yield Need(self.sock.fileno(), True, False)
+                continue
+            except OSError as error:
+                raise ConnectionFailed(f"the service left: {error.strerror}", sent=True) from None
+            if not packet:
+                raise ConnectionFailed("the service ended the session", sent=True)
+            try:
+                return decode_answer(packet)
+            except Garbled as error:
+                raise GemmError(f"what answered doesn't speak this protocol: {error}") from None
+
+
+def open_session(place: Place, key: str, arrays: Arrays) -> Waiting:
+    """A session with the service at `place`. Returns a LocalConnection."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        _connect(sock, place.socket)
+        connection = LocalConnection(sock, arrays)
+        yield from connection.greet(key, place.instance)
+    except BaseException:
+        sock.close()
+        raise
+    return connection
+
+
+def _connect(sock: socket.socket, path: str) -> None:
+    try:
+        with address(path) as name:
+            sock.connect(name)  # at once, or not at all: EAGAIN is a full backlog
+    except OSError as error:
+        raise ConnectionFailed(f"can't connect to {path}: {error.strerror}", sent=False) from None
+
+
+def _with_empty(pieces: list[Piece], call: Call) -> tuple[Piece, ...]:
+    """The body's pieces, those of empty operands among them."""
+    left = iter(pieces)
+    return tuple(next(left) if memoryview(part).nbytes else Piece(0, 0, 0) for part in call.parts)

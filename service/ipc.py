@@ -1,0 +1,76 @@
+"""CUDA IPC through the driver's library: receives device pointers, hands on handles that another process opens.
+
+Needs a CUDA context that is current in the calling thread; whoever computes with torch has one. A handle names a
+whole allocation, so a pointer within it goes with its offset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is
+
+
+class IpcError(Exception):
+    """The driver refused, or there is none."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class Exported(NamedTuple):
+    """An allocation that other processes may open, and where in it the pointer was."""
+
+    handle: bytes
+    nbytes: int
+    offset: int
+
+
+def export(pointer: int) -> Exported:
+    """The handle of the allocation that holds a device pointer. IpcError for memory that can't be shared."""
+    base, nbytes = _range(pointer)
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+    return Exported(bytes(handle), nbytes, pointer - base)
+
+
+def open_handle(handle: bytes) -> tuple[int, int]:
+    """Device pointer and size of an allocation of another process, as the driver knows it."""
+    if len(handle) != HANDLE_BYTES:
+        raise IpcError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
+    pointer = ctypes.c_uint64()
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+    try:
+        return pointer.value, _range(pointer.value)[1]
+    except IpcError:
+        close_handle(pointer.value)
+        raise
+
+
+def close_handle(pointer: int) -> None:
+    """Let an opened allocation go."""
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+
+def _range(pointer: int) -> tuple[int, int]:
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
+    return base.value, nbytes.value
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise IpcError(f"{name} failed with CUDA error {status}")
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise IpcError(f"there is no CUDA driver: {error}") from None

@@ -1,0 +1,85 @@
+"""Operands of a client on this machine: receives pieces of its memory, hands on a `GemmRequest` over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from service.decode import Bound, GemmRequest, Operands, handle_in, query_fields, raw_tensors
+from service.errors import ServiceError
+from service.formats import Tensor
+from service.local.messages import ALIGN, Multiply, Piece
+from service.messages import Operand
+from service.plan import plan
+from service.regions import Region
+
+#: Says how large `out` has to be, where it was too small.
+ROOM = "x-gemm-room"
+
+
+async def bind(operands: Operands, message: Multiply, regions: Mapping[int, Region]) -> GemmRequest:
+    """Check that the pieces are there and fit together. What is held is in `operands`, also on refusal."""
+    fields = query_fields(message.query.encode())
+    tensors = await operands.pin_references(fields)
+    total = sum(piece.nbytes for piece in message.body)
+    here = raw_tensors(fields, tensors, total)
+    operands.bound_total(sum(tensor.nbytes for tensor in here.values()))
+    if [piece.nbytes for piece in message.body] != [tensor.nbytes for tensor in here.values()]:
+        raise ServiceError(
+            "malformed",
+            f"the pieces have {total} bytes, the shapes in the query take"
+            f" {' + '.join(str(tensor.nbytes) for tensor in here.values()) or 0}",
+            field="body",
+        )
+    made = plan(fields, tensors | here, operands.limits)
+    for (name, tensor), piece in zip(here.items(), message.body, strict=True):
+        operands.bounds[name] = _bound(name, piece, tensor, regions)
+    out_handle = handle_in(fields.out)
+    if out_handle is not None:
+        operands.place({}, made)
+    else:
+        operands.out = _out(message.out, made.out, regions)
+        _check_apart(operands.out.operand, (bound.operand for bound in operands.bounds.values()))
+    return operands.request(fields, made, "raw", out_handle)
+
+
+def _bound(name: str, piece: Piece, tensor: Tensor, regions: Mapping[int, Region]) -> Bound:
+    if piece.nbytes == 0 and name != "out":
+        return Bound(Operand(0, 0, tensor.dtype, tensor.shape))
+    region = regions.get(piece.region)
+    if region is None:
+        raise ServiceError("invalid", f"{name}: no memory is shared as region {piece.region}", field=name)
+    if piece.offset < 0 or piece.nbytes < 0 or piece.offset + piece.nbytes > region.nbytes:
+        raise ServiceError(
+            "invalid",
+            f"{name}: bytes {piece.offset} to {piece.offset + piece.nbytes} lie outside the region",
+            field=name,
+            limit=region.nbytes,
+        )
+    if piece.offset % ALIGN:
+        raise ServiceError(
+            "invalid", f"{name}: must begin at a multiple of {ALIGN} bytes in its region", field=name
+        )
+    operand = Operand(piece.offset, tensor.nbytes, tensor.dtype, tensor.shape, region=region.number)
+    return Bound(operand, region.hold(), region.release)
+
+
+def _out(piece: Piece | None, out: Tensor, regions: Mapping[int, Region]) -> Bound:
+    if piece is None:
+        raise ServiceError("invalid", "out: memory for the result is needed, or a handle", field="out")
+    if piece.nbytes < out.nbytes:
+        raise ServiceError(
+            "invalid",
+            f"out: the result takes {out.nbytes} bytes, there is room for {piece.nbytes}",
+            field="out",
+            limit=out.nbytes,
+            headers={ROOM: str(out.nbytes)},
+        )
+    return _bound("out", piece, out, regions)
+
+
+def _check_apart(out: Operand, others: Iterable[Operand]) -> None:
+    """D is written while operands are read."""
+    for other in others:
+        first, last = max(out.offset, other.offset), min(out.offset + out.nbytes, other.offset + other.nbytes)
+        if other.region == out.region and first < last:
+            raise ServiceError("invalid", "out: overlaps an operand", field="out")

@@ -1,0 +1,321 @@
+"""One client on this machine: receives its packets, hands on products, and gives all back when it goes.
+
+Packets are read in a callback of the loop; each product is a task. While many run, or the client doesn't take its
+answers, nothing more is read. Memory that it lent is dropped with the session; work that a worker has is
+finished first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from service import logs
+from service.decode import Operands
+from service.errors import ServiceError
+from service.formats.raw import emit_shape
+from service.gate import translate
+from service.keys import ANONYMOUS, Principal
+from service.local.messages import (
+    HANDLE_BYTES,
+    VERSION,
+    Done,
+    Garbled,
+    Hello,
+    Multiply,
+    Product,
+    Refused,
+    Share,
+    ToClient,
+    ToService,
+    Unshare,
+    Welcome,
+    close_all,
+    decode_request,
+    encode,
+    receive,
+)
+from service.local.operands import bind
+from service.regions import Region
+from service.reply import outcome_headers, stored_document
+from service.routes.gemm import keep, work_of
+from service.services import Services
+
+#: Products of one session that may be under way; the next packet waits.
+MOST_RUNNING = 32
+#: Regions of one session.
+MOST_REGIONS = 64
+#: Seconds for the first packet.
+HELLO_SECONDS = 10.0
+#: Packets read in a row before the loop goes on with others.
+_BURST = 8
+#: Label of these requests in metrics and the log.
+ROUTE = "local"
+_CLIENT_LEFT = 499
+_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+
+_log = logs.Log("local")
+
+
+class Session:
+    """A connection, from Hello to its end. `ended` is called once."""
+
+    def __init__(
+        self, services: Services, end: socket.socket, instance: str, ended: Callable[[Session], None]
+    ) -> None:
+        self._services = services
+        self._end = end
+        self._instance = instance
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._authorization: str | None = None
+        self._regions: dict[int, Region] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._unsent: deque[bytes] = deque()
+        self._reading = self._writing = False
+        self._closed = False
+        self._greeted = False
+        self._timer = self._loop.call_later(HELLO_SECONDS, self.close)
+        self._go_on()
+
+    # -- packets in and out -----------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Read on, or stop until answers are taken or products end."""
+        wanted = not (self._closed or self._unsent or len(self._running) >= MOST_RUNNING)
+        if wanted and not self._reading:
+            self._loop.add_reader(self._end, self._readable)
+        elif self._reading and not wanted:
+            self._loop.remove_reader(self._end)
+        self._reading = wanted
+
+    def _readable(self) -> None:
+        for _ in range(_BURST):
+            if not self._reading:
+                return
+            try:
+                packet, descriptors = receive(self._end, 1)
+            except BlockingIOError:
+                return
+            except (Garbled, OSError):
+                self.close()
+                return
+            if not packet:
+                close_all(descriptors)
+                self.close()
+                return
+            self._take(packet, descriptors)
+            self._go_on()
+
+    def _take(self, packet: bytes, descriptors: list[int]) -> None:
+        """One packet. Descriptors that it doesn't use are closed."""
+        try:
+            message = decode_request(packet)
+            self._dispatch(message, descriptors)
+        except Garbled:
+            self.close()
+        finally:
+            close_all(descriptors)
+
+    def _dispatch(self, message: ToService, descriptors: list[int]) -> None:
+        match message:
+            case Hello() if not self._greeted:
+                self._greet(message)
+            case Multiply() if self._greeted:
+                task = self._loop.create_task(self._multiply(message))
+                self._running.add(task)
+                task.add_done_callback(self._ran)
+            case Share() | Unshare() if self._greeted:
+                try:
+                    self._send(self._change(message, descriptors))
+                except (
+                    Exception
+                ) as error:  # As the gate has it: whatever was raised, the client gets an answer.
+                    self._refuse(message.id, error, "")
+            case _:
+                raise Garbled("a session begins with one hello")
+
+    def _send(self, message: ToClient) -> None:
+        if self._closed:
+            return
+        self._unsent.append(encode(message))
+        self._writable()
+
+    def _writable(self) -> None:
+        while self._unsent:
+            try:
+                self._end.send(self._unsent[0])
+            except BlockingIOError:
+                if not self._writing:
+                    self._writing = True
+                    self._loop.add_writer(self._end, self._writable)
+                    self._go_on()
+                return
+            except OSError:
+                self.close()
+                return
+            self._unsent.popleft()
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._end)
+            self._go_on()
+
+    def _refuse(self, number: int, error: Exception, request_id: str) -> ServiceError:
+        problem = translate(error)
+        if problem.code == "internal":
+            _log.error("unhandled", exception=error, route=ROUTE)
+        headers = {name.lower(): value for name, value in problem.headers.items()}
+        if request_id:
+            headers["x-request-id"] = request_id
+        if problem.retry_after is not None:
+            headers["retry-after"] = str(max(1, round(problem.retry_after + 0.5)))
+        self._send(Refused(number, problem.status, headers, problem.body(request_id)))
+        return problem
+
+    def close(self) -> None:
+        """End the session: what runs is left, what was lent is dropped. Again is no harm."""
+        if self._closed:
+            return
+        self._closed = True
+        self._timer.cancel()
+        self._loop.remove_reader(self._end)
+        self._loop.remove_writer(self._end)
+        self._reading = self._writing = False
+        self._end.close()
+        self._unsent.clear()
+        for task in self._running:
+            task.cancel()
+        for region in self._regions.values():
+            region.release()
+        self._regions.clear()
+        self._ended(self)
+
+    # -- who may ----------------------------------------------------------------------------------------------
+
+    def _greet(self, hello: Hello) -> None:
+        services = self._services
+        try:
+            if hello.version != VERSION:
+                raise ServiceError(
+                    "not_implemented", f"version {VERSION} of the local protocol is spoken here"
+                )
+            self._authorization = f"Bearer {hello.key}" if hello.key else None
+            if not services.keys.required and not services.settings.insecure:
+                check_user(self._end)
+            self._who()
+        except ServiceError as refusal:
+            self._refuse(0, refusal, "")
+            self._loop.call_soon(self.close)
+            return
+        self._greeted = True
+        self._timer.cancel()
+        self._send(Welcome(self._instance, VERSION, services.supervisor.gpus()))
+
+    def _who(self) -> Principal:
+        """Whose session it is; asked again for each product, since keys come and go."""
+        if not self._services.keys.required:
+            return ANONYMOUS
+        return self._services.keys.check(self._authorization)
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def _change(self, message: Share | Unshare, descriptors: list[int]) -> ToClient:
+        if isinstance(message, Unshare):
+            region = self._regions.pop(message.region, None)
+            if region is not None:
+                region.release()
+            return Done(message.id)
+        principal = self._who()
+        principal.require("gemm")
+        if message.region in self._regions:
+            raise ServiceError("conflict", "that region is shared already", field="region")
+        if len(self._regions) >= MOST_REGIONS:
+            raise ServiceError("no_room", "a session shares no more regions", limit=MOST_REGIONS)
+        regions = self._services.supervisor.regions
+        if message.handle:
+            if len(message.handle) != HANDLE_BYTES or message.nbytes <= 0:
+                raise ServiceError("invalid", f"handle: must have {HANDLE_BYTES} bytes", field="handle")
+            if not self._services.supervisor.gpus():
+                raise ServiceError("not_implemented", "no GPU computes here")
+            region = regions.add_device(message.handle, message.nbytes, principal.owner)
+        else:
+            if not descriptors:
+                raise ServiceError("invalid", "region: a descriptor must come with it", field="region")
+            region = regions.add(descriptors.pop(), principal.owner)
+        self._regions[message.region] = region
+        return Done(message.id)
+
+    # -- products ---------------------------------------------------------------------------------------------
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._go_on()
+
+    async def _multiply(self, message: Multiply) -> None:
+        """One product, from its packet to its answer, in log and metrics."""
+        started = time.perf_counter()
+        request_id = message.request_id[:128] or logs.new_id()
+        token = logs.bind(request_id, logs.Trace.take(None))
+        status, refused = _CLIENT_LEFT, "client_gone"
+        keys = self._services.keys
+        try:
+            principal = self._who()
+            principal.require("gemm")
+            keys.enter(principal)
+            try:
+                product = await self._product(message, principal, request_id)
+            finally:
+                keys.leave(principal)
+            self._send(product)
+            if not self._closed:
+                status, refused = 200, ""
+        except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
+            problem = self._refuse(message.id, error, request_id)
+            status, refused = problem.status, problem.code
+        finally:
+            seconds = time.perf_counter() - started
+            self._services.metrics.request(ROUTE, status, seconds)
+            if refused:
+                self._services.metrics.reject(refused)
+            told = {"refused": refused} if refused else {}
+            _log.info("request", route=ROUTE, code=status, seconds=round(seconds, 6), **told)
+            logs.unbind(token)
+
+    async def _product(self, message: Multiply, principal: Principal, request_id: str) -> Product:
+        started = time.perf_counter()
+        services = self._services
+        operands = Operands(services, principal.owner, time.monotonic())
+        try:
+            request = await bind(operands, message, self._regions)
+            work = work_of(services, request, principal)
+        except BaseException:
+            operands.release()
+            raise
+        services.metrics.took("decode", time.perf_counter() - started)
+        try:
+            outcome = await services.supervisor.submit(work)
+            out = request.plan.out
+            headers = {name.decode(): value.decode() for name, value in outcome_headers(outcome)}
+            headers |= {"x-request-id": request_id, "x-gemm-shape": emit_shape(out.shape)}
+            headers["x-gemm-dtype"] = out.dtype
+            if request.out_handle is None:
+                return Product(message.id, headers)
+            entry = await keep(services, request, principal)
+            document = stored_document(request, entry, outcome, request_id)
+            return Product(message.id, {**headers, "etag": f'"{entry.etag}"'}, msgspec.json.encode(document))
+        finally:
+            request.out.release()
+
+
+def check_user(end: socket.socket) -> None:
+    """ServiceError forbidden where the other side isn't this user's process."""
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user not in (os.geteuid(), 0):
+        raise ServiceError("forbidden", "without keys only the service's own user may use it")
