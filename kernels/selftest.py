@@ -175,23 +175,28 @@ def bits_differ(runtime: Runtime, variant: Variant, like: Variant) -> str | None
     """Why rows of the variant don't have the bits that its class promises; None where they do.
 
     `like` is the class's first variant. Rows alone, in stacks of other sizes and at other places are compared:
-    in fp32, where no rounding hides a difference, or else in what both write.
+    in fp32, where no rounding hides a difference, or else in what both write; and with an epilogue too, whose
+    sums a compiler may have contracted in one function and not in another.
     """
     compared = False
-    for dtype in (DType.FP16, DType.BF16):
-        wholes = [bits_problem(dtype, out) for out in (DType.FP32, dtype)]
+    for dtype, tail in itertools.product((DType.FP16, DType.BF16), (PLAIN, FULL)):
+        wholes = [replace(bits_problem(dtype, out), epilogue=tail) for out in (DType.FP32, dtype)]
         whole = next((w for w in wholes if _takes(runtime, variant, w) and _takes(runtime, like, w)), None)
         if whole is None:
             continue
         compared = True
-        a, b, _, _ = host_operands(whole)
-        want = launch(runtime, like, whole, a, b)
+        a, b, c, bias = host_operands(whole)
+        want = launch(runtime, like, whole, a, b, c, bias)
         for start, stop in ((0, STACK_ROWS), (0, 1), (17, 33), (130, 259)):
             part = replace(whole, m=stop - start)
             if not _takes(runtime, variant, part):
                 continue
-            got = launch(runtime, variant, part, a[start:stop], b)
-            if got.tobytes() != want[start:stop].tobytes():
-                rows = f"rows {start} to {stop} of {STACK_ROWS}"
-                return f"{rows} have other bits than {like.name} gives them ({dtype} to {whole.out_dtype})"
+            rows = slice(start, stop)
+            got = launch(runtime, variant, part, a[rows], b, None if c is None else c[rows], bias)
+            if got.tobytes() != want[rows].tobytes():
+                after = "the product" if tail is PLAIN else "an epilogue"
+                return (
+                    f"rows {start} to {stop} of {STACK_ROWS} have other bits than {like.name} gives them "
+                    f"({dtype} to {whole.out_dtype}, after {after})"
+                )
     return None if compared else f"nothing that {like.name} writes as well could be compared"

@@ -56,7 +56,7 @@ def stand_in(
     m, n = a.shape[1], b.shape[2]
     tail = Epilogue(alpha, beta, c != 0, activation=ACTIVATIONS[code & 3])
     left, right = (torch.zeros_like(x) if alpha == 0 else x for x in (a, b))
-    acc = alpha * torch.matmul(left.float(), right.float()).numpy()
+    acc = np.float32(alpha) * torch.matmul(left.double(), right.double()).float().numpy()
     if code >> 2 & 3:
         acc = acc + beta * wide(at(c, TYPES[code >> 2 & 3], (batch, m, n), (cb, cr, cc)))
     if code >> 4 & 3:
@@ -257,6 +257,15 @@ def test_bits_that_depend_on_the_stack_are_found() -> None:
 
     gpu = make(Fake(), Fake("step9-rows"), step9_fake=stand_in, step9_rows=by_rows)
     assert "other bits" in (selftest.bits_differ(gpu, Fake("step9-rows"), Fake()) or "")
+
+
+def test_an_epilogue_that_rounds_otherwise_is_found() -> None:
+    def contracted(*arguments: Any) -> None:
+        stand_in(*arguments[:12], arguments[12] * (1 + 2.0**-22), *arguments[13:])
+
+    gpu = make(Fake(), Fake("step9-fused"), step9_fake=stand_in, step9_fused=contracted)
+    assert selftest.bits_differ(gpu, Fake(), Fake()) is None
+    assert "after an epilogue" in (selftest.bits_differ(gpu, Fake("step9-fused"), Fake()) or "")
 
 
 def test_what_is_not_built_is_not_chosen() -> None:
