@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo serve test browser test-ci test-gpu lint proto bench bench-gpu bench-gpus clean
+.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-gpu bench-gpus clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -52,6 +52,12 @@ lint: $(VENV)/.dev ## Check style and types
 proto: $(VENV)/.dev ## Write the messages of gRPC again from service/inference/proto/inference.proto
 	$(PIP) grpcio-tools
 	cd service/inference/proto && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. inference.proto
+
+soak: $(VENV)/.dev ## 200,000 random requests against a real service; writes benchmarks/results
+	$(BIN)/python -m benchmarks.soak
+
+fuzz: $(VENV)/.dev ## An hour of hostile bytes for what parses them; writes benchmarks/results
+	$(BIN)/python -m benchmarks.fuzz
 
 bench: $(VENV)/.dev ## Measure the service against its peers (needs wrk); writes benchmarks/results
 	$(PIP) -e '.[bench]'

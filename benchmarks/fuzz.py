@@ -1,0 +1,367 @@
+"""Hostile bytes for what parses them: receives seconds, writes benchmarks/results/<machine>/fuzz.json.
+
+Targets: bodies of inference requests (JSON, binary, compressed, raw), safetensors and .npy headers, and arguments of
+shared memory. Each example must end as a request or as a refusal that names its fault, never as another exception,
+and leave no slot and no descriptor behind. A counterexample is shrunk by hypothesis, and ends the run with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import os
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from benchmarks import record
+from service.arena import Arena, Slots
+from service.decode import Operands
+from service.errors import ServiceError
+from service.formats import npy, safetensors
+from service.inference.decode import decode
+from service.inference.models import MODELS
+from service.inference.regions import Regions
+from service.inference.registration import register
+from service.inference.request import Place
+from service.keys import Principal
+from service.transfer import Transfer
+
+#: Codes of refusals that are nobody's fault: 5xx by nature.
+_NOT_FAULTS = ("not_implemented", "no_room", "no_worker")
+EXAMPLES = 500
+SHM_BYTES = 4096
+
+Target = Callable[[st.DataObject], None]
+
+# -- strategies -------------------------------------------------------------------------------------------------
+
+whole = st.one_of(
+    st.integers(-2, 9), st.sampled_from([1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, 1 << 70, -(1 << 63)])
+)
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), whole, st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+shapes = st.one_of(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.lists(whole, max_size=9), anything)
+datatypes = st.one_of(st.sampled_from(["FP16", "BF16", "FP32", "FP64", "INT8", ""]), anything)
+parameters = st.one_of(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "binary_data_size": whole,
+            "shared_memory_region": st.sampled_from(["r", "none", ""]),
+            "shared_memory_offset": whole,
+            "shared_memory_byte_size": whole,
+            "handle": st.text(max_size=4),
+        },
+    ),
+    anything,
+)
+inputs = st.fixed_dictionaries(
+    {"name": st.sampled_from(["A", "B", "C", "bias", "D", ""]), "shape": shapes, "datatype": datatypes},
+    optional={"parameters": parameters, "data": anything},
+)
+documents = st.one_of(
+    st.fixed_dictionaries(
+        {"inputs": st.lists(inputs, max_size=5)},
+        optional={
+            "id": anything,
+            "outputs": anything,
+            "parameters": st.one_of(
+                anything,
+                st.dictionaries(
+                    st.sampled_from(
+                        ["alpha", "trans_a", "timeout", "priority", "b", "out", "bias_dim", "beta"]
+                    ),
+                    anything,
+                ),
+            ),
+        },
+    ),
+    anything,
+)
+
+
+def message(draw: Callable[[Any], Any]) -> tuple[bytes, int]:
+    """A body and the length of its JSON: of a right request, changed, or of any document."""
+    if draw(st.booleans()):
+        m, k, n = (draw(st.integers(0, 3)) for _ in range(3))
+        document: Any = {
+            "inputs": [
+                {
+                    "name": "A",
+                    "shape": [m, k],
+                    "datatype": "FP32",
+                    "parameters": {"binary_data_size": 4 * m * k},
+                },
+                {
+                    "name": "B",
+                    "shape": [k, n],
+                    "datatype": "FP32",
+                    "parameters": {"binary_data_size": 4 * k * n},
+                },
+            ]
+        }
+        tail = bytes(4 * (m * k + k * n))
+    else:
+        document, tail = draw(documents), draw(st.binary(max_size=64))
+    head = json.dumps(document).encode()
+    body = bytearray(head + tail)
+    for _ in range(draw(st.integers(0, 2))):
+        if body:
+            body[draw(st.integers(0, len(body) - 1))] = draw(st.integers(0, 255))
+    del body[draw(st.integers(0, len(body))) if draw(st.booleans()) else len(body) :]
+    return bytes(body), len(head)
+
+
+# -- targets ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Refusals are right, faults aren't."""
+    try:
+        yield
+    except ServiceError as refusal:
+        if refusal.status >= 500 and refusal.code not in _NOT_FAULTS:
+            raise AssertionError(f"refused as {refusal.code}: {refusal.detail}") from refusal
+
+
+class Stage:
+    """What the targets run on: an arena, a region that is registered, and a store that holds nothing."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        fd, path = tempfile.mkstemp(prefix="gemmfuzz-", dir="/dev/shm")
+        os.truncate(fd, SHM_BYTES)
+        os.close(fd)
+        self.file = Path(path)
+        limits = {"max_body_bytes": 1 << 20, "max_json_bytes": 1 << 18, "max_output_bytes": 1 << 20}
+        self.arena = Arena.create(1 << 22)
+        self.slots = Slots(self.arena)
+        self.regions = Regions(3600, lambda key: True)
+        self.owner = Principal("fuzz")
+        shared = {"shared_memory": True, "shared_memory_keys": (self.file.name,)}
+        self.services: Any = SimpleNamespace(
+            settings=SimpleNamespace(**limits, max_flops=1e12, **shared),
+            slots=self.slots,
+            store=self,
+            inference=SimpleNamespace(regions=self.regions),
+            supervisor=self,
+        )
+        document = {"key": self.file.name, "byte_size": SHM_BYTES}
+        self.runner.run(register(self.services, self.owner, "system", "r", document))
+        self.descriptors = len(os.listdir("/proc/self/fd"))
+
+    async def pin(self, owner: str, name: str) -> Any:
+        """The store's: it holds nothing."""
+        raise ServiceError("not_found", "no such tensor")
+
+    def reclaim(self, nbytes: int) -> int:
+        """The store's: it has nothing to give."""
+        return 0
+
+    async def ask(self, what: str, args: dict[str, Any], timeout: float) -> None:
+        """The supervisor's: a worker that knows no device."""
+        raise ServiceError("invalid", "CUDA shared memory can't be opened")
+
+    def check(self) -> None:
+        """Nothing was left behind."""
+        assert not self.slots.bytes_by_state["request"]
+        assert not self.slots.bytes_by_state["reply"]
+        assert len(os.listdir("/proc/self/fd")) == self.descriptors
+
+    def close(self) -> None:
+        """Give all back."""
+        self.runner.run(self.regions.close())
+        self.runner.close()
+        self.arena.close()
+        self.file.unlink()
+
+    # -- what is fuzzed ------------------------------------------------------------------------------------------
+
+    def inference_body(self, data: st.DataObject) -> None:
+        """Bodies as clients send them, and as they don't."""
+        body, length = message(data.draw)
+        headers = []
+        length += data.draw(st.sampled_from([0, 0, 0, -1, 1, -length, 1 << 40]))
+        if data.draw(st.integers(0, 9)):
+            headers.append((b"inference-header-content-length", str(length).encode()))
+        encoding = data.draw(st.sampled_from([None, None, "gzip", "deflate"]))
+        if encoding is not None:
+            body = gzip.compress(body, 1) if encoding == "gzip" else zlib.compress(body, 1)
+            body = body[: data.draw(st.integers(0, len(body)))] if data.draw(st.booleans()) else body
+            headers.append((b"content-encoding", encoding.encode()))
+        if data.draw(st.booleans()):
+            headers.append((b"content-length", str(len(body)).encode()))
+        else:
+            headers.append((b"transfer-encoding", b"chunked"))
+        query = data.draw(
+            st.sampled_from([b"", b"a_shape=1x2&b_shape=2x1", b"b=handle:x", b"a_shape=9999999999x9", b"%00"])
+        )
+        model = data.draw(st.sampled_from(list(MODELS.values())))
+        with refusals():
+            self.runner.run(self._decode(body, headers, query, model))
+        self.check()
+
+    async def _decode(
+        self, body: bytes, headers: list[tuple[bytes, bytes]], query: bytes, model: Any
+    ) -> None:
+        pieces = [body[start : start + 100] for start in range(0, len(body), 100)] or [b""]
+
+        async def receive() -> dict[str, Any]:
+            piece = pieces.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+        async def send(message: Any) -> None:
+            raise AssertionError("nothing is sent before a request is decoded")
+
+        scope = {"type": "http", "headers": headers, "query_string": query}
+        operands = Operands(self.services, self.owner.owner, 0.0)
+        try:
+            _, request = await decode(Transfer.of(scope, receive, send), operands, self.regions, model)
+            for bound in (request.a, request.b, request.out):
+                assert len(bound.view()) == bound.operand.nbytes
+        finally:
+            operands.release()
+
+    def safetensors_header(self, data: st.DataObject) -> None:
+        """Headers that say anything."""
+        entry = st.one_of(
+            st.fixed_dictionaries(
+                {
+                    "dtype": st.one_of(st.sampled_from(["F16", "BF16", "F32", "F64", "I8"]), anything),
+                    "shape": shapes,
+                    "data_offsets": st.one_of(st.lists(whole, max_size=3), anything),
+                }
+            ),
+            anything,
+        )
+        keys = st.sampled_from(["a", "b", "c", "bias", "__metadata__", "x"])
+        document = data.draw(st.one_of(st.dictionaries(keys, entry, max_size=4), anything))
+        text = bytearray(json.dumps(document).encode())
+        if text and data.draw(st.booleans()):
+            text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+        with refusals():
+            header = safetensors.parse(bytes(text), names=("a", "b", "c", "bias"))
+            assert header.nbytes == sum(one.tensor.nbytes for one in header.entries)
+        with refusals():
+            safetensors.header_length(data.draw(st.binary(min_size=8, max_size=8)))
+
+    def npy_header(self, data: st.DataObject) -> None:
+        """Headers close to right ones, and far from them."""
+        text = data.draw(
+            st.one_of(
+                st.builds(
+                    "{{'descr': {!r}, 'fortran_order': {}, 'shape': {}, }}".format,
+                    st.sampled_from(["<f4", ">f8", "|V2", "O", "<c8", "f2"]),
+                    st.sampled_from(["True", "False", "0"]),
+                    st.one_of(st.lists(whole, max_size=9).map(tuple).map(str), st.text(max_size=20)),
+                ),
+                st.text(max_size=80),
+            )
+        ).encode("latin-1", "replace")
+        version = data.draw(st.integers(0, 4))
+        size = len(text) + data.draw(st.sampled_from([0, 0, 0, 1, -1, 60000]))
+        length = max(0, size).to_bytes(2 if version < 2 else 4, "little")
+        content = npy.MAGIC + bytes([version, 0]) + length + text
+        with refusals():
+            header = npy.parse(content, dtype=data.draw(st.sampled_from([None, "bf16", "fp32"])))
+            assert all(dim >= 0 for dim in header.tensor.shape)
+
+    def shared_memory(self, data: st.DataObject) -> None:
+        """Registrations and places."""
+        name = data.draw(st.one_of(st.sampled_from(["r", "a/b", "", "..", "x"]), st.text(max_size=6)))
+        kind = data.draw(st.sampled_from(["system", "cuda"]))
+        document = data.draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "key": st.one_of(
+                        st.sampled_from([self.file.name, f"/{self.file.name}", "../etc/passwd", "\0"]),
+                        anything,
+                    ),
+                    "offset": st.one_of(whole, anything),
+                    "byte_size": st.one_of(st.sampled_from([1, SHM_BYTES, SHM_BYTES + 1]), whole, anything),
+                    "raw_handle": st.one_of(st.fixed_dictionaries({"b64": st.text(max_size=90)}), anything),
+                    "device_id": st.one_of(whole, anything),
+                },
+            )
+        )
+        with refusals():
+            self.runner.run(register(self.services, self.owner, kind, name, document))
+            assert name != "r"
+        place = Place(
+            name, data.draw(whole.filter(lambda n: n >= 0)), data.draw(whole.filter(lambda n: n >= 0))
+        )
+        with refusals(), self.regions.use(self.owner.owner, place) as use:
+            assert use.offset + use.nbytes <= use.memory.nbytes <= SHM_BYTES
+        if name not in ("r", ""):  # no name ends all
+            self.runner.run(self.regions.unregister(self.owner.owner, kind, name))
+        self.check()
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """All of them."""
+        return self.inference_body, self.safetensors_header, self.npy_header, self.shared_memory
+
+
+def fuzz(target: Target, examples: int, number: int) -> None:
+    """Give the target `examples` examples; raises with the smallest that fails."""
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        target(data)
+
+    run()
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
+    parser.add_argument("--machine", default="cpu")
+    parser.add_argument("--seconds", type=float, default=3600, help="of all targets together")
+    arguments = parser.parse_args()
+    stage = Stage()
+    rows = []
+    try:
+        for target in stage.targets:
+            began, rounds = time.monotonic(), 0
+            while time.monotonic() - began < arguments.seconds / len(stage.targets):
+                fuzz(target, EXAMPLES, rounds)
+                rounds += 1
+            name = target.__name__
+            detail = f"{rounds * EXAMPLES} examples in {time.monotonic() - began:.0f} s"
+            rows.append({"name": name, "outcome": "ok", "detail": detail})
+            print(f"{name}: {detail}", flush=True)
+    finally:
+        stage.close()
+    details = record.cpu_machine()
+    print(record.write(arguments.machine, "fuzz", rows, details=details, packages=("hypothesis", "numpy")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
