@@ -29,7 +29,7 @@ import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from kernels.hopper.epilogue import (
     EVICT_FIRST,

@@ -1,0 +1,21 @@
+"""Four functions of Hopper's Step 9, one of each way to share a tile: a whole family takes minutes to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kernels.hopper import step9_multi_consumer
+from kernels.targets import Function
+
+NAMES = (
+    "step9_128x256_2x1_fp16_fp16_nn",
+    "step9_128x128_2x1_pingpong_fp16_fp16_nn",
+    "step9_64x64_split4_fp16_plain_nn",
+    "step9_64x16_swap_fp16_plain_nn",
+)
+
+
+def functions() -> Sequence[Function]:
+    """Those of NAMES, in one library."""
+    return [replace(f, library="step9_sample") for f in step9_multi_consumer.functions() if f.name in NAMES]
