@@ -7,9 +7,8 @@ Costs       the CTAs march together: a stage may be filled when the consumers of
             are signalled across CTAs, with cluster scope, and neither CTA may exit while the other can still
             signal it: a cluster barrier at the end. An odd row of tiles leaves one CTA computing zeros.
 Roles       warpgroup 0: producer, the thread elected in warp 0. Warpgroup 1: consumer; its warp 0 stores.
-Barriers    tma2mma[s]: 1 arrival (expect_tx, own producer) + 32,768 B (own A, both halves of B), cluster
-            scope.
-            mma2tma[s]: 8 arrivals, one elected lane a consumer warp of both CTAs, cluster scope.
+Barriers    tma2mma[s]: 1 arrival (expect_tx, own producer) + 32,768 B (own A, both halves of B), CTA scope.
+            mma2tma[s]: 8 arrivals, one elected lane a consumer warp of both CTAs, waited for at cluster scope.
             named 10, 128 threads, twice a tile: staging is free, the tile is staged.
             cluster, twice: barriers are initialized; everything is done.
 Shared      6 × 32,768 B + D 32,768 B + barriers 96 B = 229,472 B.
@@ -147,7 +146,7 @@ def kernel(
         for pair in cutlass.range(cluster, pairs, clusters, unroll=1):
             pair_m, n = grouped(pair, pairs_m, tiles_n, GROUP_M)
             for k in cutlass.range(k_blocks, unroll=1):
-                wait(tma2mma, reading.stage, reading.phase, "cluster")
+                wait(tma2mma, reading.stage, reading.phase)  # TMA signals it, from either CTA: no thread
                 multiply(dtype, acc, tCrA, tCrB, reading.stage, k == 0)
                 reading.advance()
                 if k > 0:
