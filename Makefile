@@ -1,10 +1,11 @@
 # Two commands do all the set-up: `make demo` runs the main job, `make test` passes the tests.
-# PYTHON chooses the interpreter, VENV the environment, PIP_ARGS another torch build.
+# PYTHON chooses the interpreter, VENV the environment, PIP_ARGS another torch build, DEVICE where the demo computes.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 MACHINE ?= gpu
+DEVICE ?= auto
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
@@ -26,7 +27,12 @@ $(VENV)/.dev: $(VENV)/.light
 	@touch $@
 
 demo: $(VENV)/.light ## Start the service, multiply matrices through it, check every result (no torch)
-	$(BIN)/python -m service.demo
+ifeq ($(DEVICE),virtual)
+	@echo "DEVICE=virtual installs the kernel compiler (about 100 MB to download) and torch, and compiles three kernels."
+	$(PIP) -e '.[torch,compiler]'
+	GEMM_KERNELS=.kernels $(BIN)/python -m kernels build --arch sm_100a --only 'step9*kn_fp16_half'
+endif
+	GEMM_KERNELS=.kernels $(BIN)/python -m service.demo --device $(DEVICE)
 
 serve: $(VENV)/.light ## Serve on http://127.0.0.1:8000
 	$(BIN)/gemm-service serve

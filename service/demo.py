@@ -6,6 +6,7 @@ run with status 1. Nothing stays behind: the server is stopped and its data fold
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ Array = np.ndarray[Any, Any]
 rng = np.random.default_rng(2024)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The demonstration, step by step."""
+    parser = argparse.ArgumentParser(prog="python -m service.demo", description="Show the service at work.")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "virtual"), default="auto")
+    device = parser.parse_args(argv).device
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="gemm-demo-") as folder, server(Path(folder)) as url:
+    with tempfile.TemporaryDirectory(prefix="gemm-demo-") as folder, server(Path(folder), device) as url:
         with Client(url) as client:
             before = counters(client.metrics())
             store_a_weight(client)
@@ -38,6 +42,8 @@ def main() -> int:
             gemm_as_safetensors(url)
             gemm_against_the_weight(client)
             job_of_eight(client)
+            if device == "virtual":
+                gemm_on_the_virtual_gpu(client)
             what_would_run(client)
             metrics_that_moved(before, counters(client.metrics()))
         say("Stop the service: SIGTERM, accepted work finishes, exit status 0")
@@ -117,6 +123,19 @@ def job_of_eight(client: Client) -> None:
     check("step after-x6", client.result(job, "after-x6"), result, second)
 
 
+def gemm_on_the_virtual_gpu(client: Client) -> None:
+    """Let the compiled Step 9 kernel for a B200 compute: its instructions, its TMA, its tensor memory, on the CPU."""
+    say("GEMM on the virtual GPU: fp16, A 300 × 264, B 264 × 200, by the Step 9 kernel compiled for sm_100a")
+    a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((300, 264), (264, 200)))
+    began = time.perf_counter()
+    result = client.gemm_result(a, b)
+    tell(result.variant, result.reason)
+    if not result.variant.startswith("step9"):
+        raise SystemExit(f"{result.variant} computed it, not an own kernel")
+    print(f"  executed in {time.perf_counter() - began:.1f} s")
+    check("virtual GPU", result.array, a, b)
+
+
 def what_would_run(client: Client) -> None:
     """Ask the selector about a large product without computing it."""
     say("What would run for 4096³: POST /variants/choose")
@@ -140,7 +159,7 @@ def metrics_that_moved(before: dict[str, float], after: dict[str, float]) -> Non
 
 
 @contextlib.contextmanager
-def server(data: Path) -> Iterator[str]:
+def server(data: Path, device: str = "auto") -> Iterator[str]:
     """The address of a service on a free port, in a process of its own, which is ended at the end."""
     say("Start the service on a free port")
     command = [
@@ -150,12 +169,18 @@ def server(data: Path) -> Iterator[str]:
         "serve",
         "--port",
         "0",
+        "--device",
+        device,
         "--data",
         str(data),
         "--log-level",
         "warning",
     ]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GEMM_")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GEMM_") or name == "GEMM_KERNELS"
+    }
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean) as process:
         try:
             assert process.stdout is not None

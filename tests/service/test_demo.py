@@ -9,7 +9,7 @@ from service import demo
 
 
 def test_demo_runs_and_every_check_holds(capfd: pytest.CaptureFixture[str]) -> None:
-    assert demo.main() == 0
+    assert demo.main([]) == 0
     out = capfd.readouterr().out
     assert "All results are right." in out
     # JSON, safetensors, stored weight, and eight steps of a job.
