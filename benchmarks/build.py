@@ -1,13 +1,16 @@
 """What a build makes: receives an architecture, hands on build.json with functions, bytes and seconds.
 
     python -m benchmarks.build [--arch sm_90a --arch sm_100a] [--root DIR]
+    python -m benchmarks.build --readme
 
 Builds into a fresh folder, so that everything is compiled; with --root, takes what lies there from the cache.
+With --readme only writes kernels/README.md anew from the results.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -15,11 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import cpu_machine, write
+from benchmarks.record import RESULTS, cpu_machine, write
 from kernels.build import build
 from kernels.libraries import read_manifest
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+BEGIN, END = "<!-- build: python -m benchmarks.build --readme -->\n", "<!-- end of build -->"
 
 
 def measure(arch: str, root: Path) -> dict[str, Any]:
@@ -42,12 +47,30 @@ def measure(arch: str, root: Path) -> dict[str, Any]:
     }
 
 
+def readme(text: str, results: Path) -> str:
+    """The README with what the results say of the build."""
+    file = results / "cpu" / "build.json"
+    rows = json.loads(file.read_text())["rows"] if file.is_file() else []
+    lines = [
+        f"- {row['name']}: {row['functions']} functions in {row['libraries']} libraries, "
+        f"{row['library_bytes'] / 1e6:.1f} MB; {row['wall_seconds']:.0f} s to compile them all "
+        f"on {row['cores']} cores.\n"
+        for row in rows
+    ]
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + "".join(lines) + END + rest.partition(END)[2]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.build", description="Measure the build.")
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: both")
     parser.add_argument("--root", type=Path, help="take what is there from the cache")
+    parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
     options = parser.parse_args(argv)
+    if options.readme:
+        README.write_text(readme(README.read_text(), RESULTS))
+        return 0
     with tempfile.TemporaryDirectory(prefix="kernels-") as fresh:
         rows = [measure(arch, options.root or Path(fresh)) for arch in options.arch or ARCHITECTURES]
     for row in rows:
