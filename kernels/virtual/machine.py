@@ -237,6 +237,7 @@ class Options:
     roles: dict[int, str] = field(default_factory=dict)
     barriers: dict[int, str] = field(default_factory=dict)  # names by offset in shared memory
     timing: Timing | None = None  # the model's clock
+    covered: set[int] | None = None  # takes the PTX lines that are run
 
 
 class Machine:

@@ -169,14 +169,14 @@ OPERATORS: tuple[tuple[str, str, Rewrite], ...] = (
 _STATEMENT = re.compile(r"^(\s*(?:@!?%p\d+\s+)?)([a-z][\w.:]*\s[^;]*;|[a-z][\w.:]*;)\s*$")
 
 
-def mutants(text: str) -> Iterator[Mutant]:
-    """All mutants of a PTX text."""
+def mutants(text: str, lines_run: set[int] | None = None) -> Iterator[Mutant]:
+    """All mutants of a PTX text; of those lines only that a run of the original reaches, where they are given."""
     lines = text.split("\n")
     sources = list(_sources(lines))
     begin = next(n for n, line in enumerate(lines) if line.strip() == "{")
     for number, line in enumerate(lines):
         match = _STATEMENT.match(line)
-        if match is None:
+        if match is None or (lines_run is not None and number + 1 not in lines_run):
             continue
         guard, statement = match.groups()
         for kind, pattern, rewrite in OPERATORS:
@@ -247,6 +247,16 @@ def fate(subject: Any, case: Any, mutant: Mutant, seed: int = 3) -> Fate:
     return Fate(mutant, "", "", time.perf_counter() - begin)
 
 
+def lines_run(subject: Any, case: Any) -> set[int]:
+    """PTX lines that the original runs on the problem: a change elsewhere can't show."""
+    from kernels.virtual.subject import operands
+
+    covered: set[int] = set()
+    options = Options(sms=4, detect=False, covered=covered)
+    subject.run(case, operands(case.problem), schedules=[LATE], options=options).raise_if_faulty()
+    return covered
+
+
 def case_of(arch: str, step: int) -> Any:
     """The function of a step that is mutated."""
     from kernels import device, family, ladder
@@ -278,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case = case_of(options.arch, step)
         build(options.arch, only=case.function, root=options.root)
         subject = Subject(options.arch, options.root)
-        found = list(mutants(subject.ptx(case.function)))
+        found = list(mutants(subject.ptx(case.function), lines_run(subject, case)))
         if options.sample:
             found = random.Random(1).sample(found, min(options.sample, len(found)))
         for mutant in found:

@@ -43,7 +43,6 @@ TILES = {
     "sm_100a": {step: Tile(128, 128) for step in range(3, 8)} | {8: Tile(256, 256, 2), 9: Tile(512, 256, 2)},
     "sm_90a": {step: Tile(128, 128) for step in range(3, 8)} | {8: Tile(256, 128, 2), 9: Tile(256, 256, 2)},
 }
-PERSISTENT = 6  # from this step on
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def predict(
     chip = CHIPS[subject.arch]
     tile = TILES[subject.arch][step]
     case = _case(subject.arch, step, tile, 1)
-    resident = _resident(subject, case, tile) if step < PERSISTENT else 1
+    resident = _resident(subject, case, tile)
     tiles = -(-SIZE // tile.m) * -(-SIZE // tile.n)
     places = int(chip.sms.value) // tile.ctas
     waves = -(-tiles // (places * resident))

@@ -384,6 +384,8 @@ class _Body:
         self.kernel.body.append(_instruction(text, line, self.source, self.names))
 
     def _directive(self, text: str) -> None:
+        if text.startswith(".local"):
+            raise PtxError("directive .local: local memory (a spill or an indexed array) is not modelled")
         if text.startswith(".loc"):
             number, row = text.split()[1:3]
             self.source = Source(self.files.get(int(number), "?"), int(row)) if int(row) else self.source

@@ -149,7 +149,7 @@ class TensorMixin:
                 "tensor memory", f"reaches lane {lane}; warp {self.warp.index} has quarter {quarter}"
             )
         within = lane % 32
-        columns = {"32x32b": count, "16x64b": 2 * count, "16x128b": 4 * count, "16x256b": 8 * count}[shape]
+        columns = {"32x32b": count, "16x128b": 4 * count, "16x256b": 8 * count}[shape]
         rows = 32 if shape == "32x32b" else 16
         if within + rows > 32:
             raise self.fault("alignment", f"lane {lane} for shape {shape}")
@@ -349,12 +349,6 @@ class TensorMixin:
 
         self.machine.submit(run, "tensor core", issue, ("commit",), key)
 
-    def tc_copy(
-        self, address: Any, descriptor: Any, shape: str, multicast: str, pairs: str, pair: int
-    ) -> None:
-        """tcgen05.cp: shared to tensor memory."""
-        raise self.fault("protocol", f"tcgen05.cp of shape {shape} is not modelled")
-
     # --- wgmma ------------------------------------------------------------------------------------
 
     def wg_fence(self) -> None:
@@ -436,9 +430,6 @@ def _to_registers(block: np.ndarray, shape: str) -> np.ndarray:
     if shape == "32x32b":
         return block.T
     columns = block.shape[1]
-    if shape == "16x64b":  # lane t: row t/2 of the lower 8 rows ...
-        tiles = block.reshape(2, 8, columns // 2, 2)
-        return tiles.transpose(2, 1, 0, 3).reshape(columns // 2, 8, 4).reshape(columns // 2, 32)
     words = {"16x128b": 4, "16x256b": 8}[shape]
     tiles = block.reshape(2, 8, columns // words, 4, words // 4)  # half, row, repeat, lane, word
     return tiles.transpose(2, 0, 4, 1, 3).reshape(-1, 32)
@@ -449,9 +440,6 @@ def _from_registers(registers: np.ndarray, shape: str) -> np.ndarray:
     if shape == "32x32b":
         return registers.T
     count = registers.shape[0]
-    if shape == "16x64b":
-        tiles = registers.reshape(count, 8, 2, 2)
-        return tiles.transpose(2, 1, 0, 3).reshape(16, 2 * count)
     words = {"16x128b": 4, "16x256b": 8}[shape]
     repeat = count * 2 // words
     tiles = registers.reshape(repeat, 2, words // 4, 8, 4)

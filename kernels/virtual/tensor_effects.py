@@ -35,8 +35,6 @@ def _tcgen05(e: Emit, i: Instr) -> None:
         suspend(e, i, f"w.tc_dealloc({e.u(i.args[0], 32)}, {e.u(i.args[1], 32)}, {_pair(i)})")
     elif what == "relinquish_alloc_permit":
         e.line("w.tc_relinquish()")
-    elif what == "cp":
-        _copy(e, i)
     else:
         raise Unknown(i)
 
@@ -58,6 +56,9 @@ def _mma(e: Emit, i: Instr) -> None:
     )
 
 
+_NOT_KNOWN = ("16x64b", "16x32bx2")  # which lane holds what isn't established
+
+
 def _shape(i: Instr) -> tuple[str, int, bool]:
     """Shape, repetitions, and whether halves are packed or unpacked."""
     shape = next(p for p in i.parts if p in ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"))
@@ -68,7 +69,7 @@ def _shape(i: Instr) -> tuple[str, int, bool]:
 def _load(e: Emit, i: Instr) -> None:
     dst, mem = i.args[:2]
     shape, count, halves = _shape(i)
-    if "red" in i.parts or len(i.args) > 2 or halves or shape == "16x32bx2":
+    if "red" in i.parts or len(i.args) > 2 or halves or shape in _NOT_KNOWN:
         raise Unknown(i)
     items = dst.items if isinstance(dst, Vec) else (dst,)
     name = e.temp()
@@ -80,22 +81,12 @@ def _load(e: Emit, i: Instr) -> None:
 def _store(e: Emit, i: Instr) -> None:
     mem, src = i.args[:2]
     shape, count, halves = _shape(i)
-    if halves or len(i.args) > 2 or shape == "16x32bx2":
+    if halves or len(i.args) > 2 or shape in _NOT_KNOWN:
         raise Unknown(i)
     items = src.items if isinstance(src, Vec) else (src,)
     suspend(e, i, "w.together(0xffffffff)")
     values = ", ".join(e.u(v, 32) for v in items)
     e.line(f"w.tc_store({address(e, mem)}, {shape!r}, {count}, ({values},))")
-
-
-def _copy(e: Emit, i: Instr) -> None:
-    shape = next((p for p in i.parts if p in ("128x256b", "128x128b", "4x256b", "32x128b", "64x128b")), "")
-    if not shape or any(p in i.parts for p in ("b8x16", "b6x16_p32", "b4x16_p64")):
-        raise Unknown(i)
-    multicast = next((p for p in i.parts if p in ("warpx4", "warpx2")), "")
-    pairs = next((p for p in i.parts if p in ("02_13", "01_23")), "")
-    where, descriptor = address(e, i.args[0]), e.u(i.args[1], 64)
-    e.line(f"w.tc_copy({where}, {descriptor}, {shape!r}, {multicast!r}, {pairs!r}, {_pair(i)})")
 
 
 @handles("wgmma")

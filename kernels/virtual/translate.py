@@ -41,8 +41,10 @@ class Program:
     text: str
     target: str
     unwaited: list[tuple[Instr, Instr]]
+    block_lines: list[list[int]]  # PTX lines of each block
 
 
+_MOST_PROGRAMS = 128
 _CACHE: dict[tuple[str, str], Program] = {}
 
 
@@ -50,6 +52,8 @@ def translate(text: str, entry: str | None = None) -> Program:
     """Translate one entry of a PTX text (the only one where none is named); results are kept by content."""
     key = (hashlib.sha256(text.encode()).hexdigest(), entry or "")
     if key not in _CACHE:
+        if len(_CACHE) >= _MOST_PROGRAMS:
+            _CACHE.clear()
         module = ptx.parse(text)
         if entry is None:
             if len(module.kernels) != 1:
@@ -83,6 +87,7 @@ def _translate(module: Module, kernel: Kernel) -> Program:
         text,
         module.target,
         cfg.unwaited_reads(flow.blocks),
+        [[i.line for i in b.instrs] for b in flow.blocks],
     )
 
 

@@ -86,6 +86,7 @@ class Warp:
         """Run groups until all wait or have left, or for about `budget` blocks; says how many were run."""
         blocks = self.machine.program.blocks
         whole = budget
+        covered = self.machine.options.covered
         while budget > 0:
             group = self._pick()
             if group is None:
@@ -96,6 +97,8 @@ class Warp:
             group.blocked = None
             while budget > 0:
                 budget -= 1
+                if covered is not None:
+                    covered.update(self.machine.program.block_lines[pc])
                 nxt = blocks[pc](group, registers)
                 if nxt >= 0:
                     pc = nxt

@@ -1,0 +1,264 @@
+"""Runs third-party examples: receives a folder of CuTe DSL scripts, hands on a table of which run right.
+
+    python -m kernels.virtual.examples FOLDER [--match tcgen05] [--json FILE]
+
+Each script runs in a process of its own, as it is, with arguments of its own where the list below has some: torch's
+CUDA is the CPU there, launches go to the virtual GPU under three schedules with the detector, and the script's own
+comparison with a reference decides. Nothing of the folder is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+_ARGUMENTS = {
+    "fp16_gemm": ["--mnk", "512,512,256"],
+    "hopper/kernel/dense_gemm/dense_gemm_persistent": [
+        "--mnkl", "512,512,200,1", "--tile_shape_mn", "128,256", "--cluster_shape_mn", "2,1",
+    ],
+    "hopper/kernel/dense_gemm/dense_gemm": ["--mnkl", "256,256,128,1", "--cluster_shape_mn", "2,1"],
+    "blackwell/kernel/dense_gemm": ["--mnkl", "512,512,200,1"],
+}  # fmt: skip
+_TIMEOUT = 240
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.virtual.examples", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--match", default="", help="only paths that hold this")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--inside", type=Path, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.inside:
+        return run_inside(options.inside)
+    scripts = [p for p in sorted(options.folder.rglob("*.py")) if options.match in str(p) and _is_script(p)]
+    rows = []
+    for path in scripts:
+        row = _run(path, str(path.relative_to(options.folder)))
+        rows.append(row)
+        print(f"{row['outcome']:5} {row['seconds']:6.1f} s  {row['name']}  {row['detail']}", flush=True)
+    passed = sum(r["outcome"] == "pass" for r in rows)
+    print(f"{passed} of {len(rows)} pass")
+    if options.json:
+        document = {
+            "what": "third-party CuTe DSL examples on the virtual GPU",
+            "machine": "cpu",
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": " ".join(["python -m kernels.virtual.examples", *(argv or sys.argv[1:])]),
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _is_script(path: Path) -> bool:
+    return "__main__" in path.read_text()
+
+
+def _run(path: Path, name: str) -> dict[str, Any]:
+    begin = time.perf_counter()
+    arch = "sm_90a" if "hopper" in name else "sm_100a"
+    with tempfile.TemporaryDirectory() as dump:
+        environment = os.environ | {
+            "CUTE_DSL_ARCH": arch, "CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": dump, "CUTE_DSL_LINEINFO": "1",
+            "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "kernels.virtual.examples", ".", "--inside", str(path)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT, check=False
+            )
+            code, text = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            code, text = 124, f"longer than {_TIMEOUT} s"
+    detail = next((x.strip() for x in reversed(text.splitlines()) if x.startswith("launches:")), "")
+    if code:
+        lines = [x.strip() for x in text.splitlines() if x.strip()]
+        errors = [
+            x for x in lines if re.match(r"[\w.]*(Error|Unknown|Fault|Exception)\b|unknown instruction", x)
+        ]
+        detail = (errors or lines or ["no output"])[-1][:240]
+    elif not detail:
+        code, detail = 1, "launched nothing"
+    return {
+        "name": name,
+        "outcome": "fail" if code else "pass",
+        "detail": detail,
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+
+
+def run_inside(path: Path) -> int:
+    """Run one script in this process."""
+    from kernels.virtual import host as hosts
+
+    hosts.prepare()
+    _fake_cuda()
+    _Everything().install(hosts.host())
+    sys.argv = [str(path), *next((a for key, a in _ARGUMENTS.items() if key in str(path)), [])]
+    sys.path.insert(0, str(path.parent))
+    _wrap_compile()
+    runpy.run_path(str(path), run_name="__main__")
+    print(f"launches: {_Everything.launches}, warp instructions: {_Everything.instructions}")
+    return 0
+
+
+class _Everything:
+    """Takes every launch of the process: PTX by kernel name from the dump folder, all live tensors as buffers."""
+
+    launches = 0
+    instructions = 0
+
+    def install(self, owner: Any) -> None:
+        """Stand in for the host's own handling."""
+        owner._run = self.launch
+        owner.context = _NoContext()
+
+    def launch(self, context: Any, how: Any, name: str, arguments: Any) -> None:
+        """One launch under three schedules from the same bytes; the last one's results stay."""
+        from kernels.virtual.host import Host, _Context
+        from kernels.virtual.machine import Options, schedules
+        from kernels.virtual.report import Fault
+
+        buffers = _live_tensors()
+        before = [ctypes.string_at(address, size) for _, address, size in buffers]
+        after: list[bytes] | None = None
+        for number, schedule in enumerate(schedules(3)):
+            if number:
+                for (_, address, _), data in zip(buffers, before, strict=True):
+                    ctypes.memmove(address, data, len(data))
+            one = _Context(_ptx_of(name), buffers, replace(Options(sms=8), schedule=schedule), [])
+            Host._run(None, one, how, name, arguments)  # type: ignore[arg-type]
+            if one.runs[0].findings:
+                raise Fault(one.runs[0].findings[0].kind, "\n".join(map(str, one.runs[0].findings)))
+            now = [ctypes.string_at(address, size) for _, address, size in buffers]
+            if after is not None and now != after:
+                raise Fault("disagreement", f"{schedule} leaves other bytes")
+            after = now
+            _Everything.instructions += one.runs[0].instructions
+        _Everything.launches += 1
+
+
+class _NoContext:
+    """Keeps the error of a launch so that the script ends with it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        print(f"{type(value).__name__}: {value}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _ptx_of(name: str) -> str:
+    files = sorted(Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("*.ptx"), key=lambda p: -p.stat().st_mtime)
+    for path in files:
+        text = path.read_text()
+        if re.search(rf"\.entry {re.escape(name)}\b", text):
+            return text
+    raise LookupError(f"no PTX of {name}")
+
+
+def _live_tensors() -> list[tuple[str, int, int]]:
+    import torch
+
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.numel():
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return [(f"tensor {n}", address, size) for n, (address, size) in enumerate(sorted(found.items()))]
+
+
+def _fake_cuda() -> None:
+    """Make torch's CUDA device the CPU."""
+    import torch
+
+    cuda: Any = torch.cuda
+    capability = (10, 0) if "100" in os.environ["CUTE_DSL_ARCH"] else (9, 0)
+    cuda.is_available = lambda: True
+    cuda.synchronize = lambda *_, **__: None
+    cuda.get_device_capability = lambda *_, **__: capability
+    cuda.get_device_name = lambda *_, **__: "virtual GPU"
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.set_device = lambda *_: None
+    stream = type("Stream", (), {"cuda_stream": 0, "synchronize": lambda self: None})
+    cuda.Stream = stream
+    cuda.current_stream = lambda *_, **__: stream()
+    cuda.init = lambda: None
+    tensor: Any = torch.Tensor
+    plain_to = tensor.to
+    tensor.to = lambda self, *a, **k: plain_to(
+        self, *map(_on_cpu, a), **{n: _on_cpu(v) for n, v in k.items()}
+    )
+    tensor.cuda = lambda self, *_, **__: self
+    names = (
+        "empty zeros ones randn rand randint full tensor arange empty_strided zeros_like empty_like ones_like"
+    )
+    for name in [*names.split(), "eye", "linspace", "randperm", "full_like", "randn_like"]:
+        setattr(torch, name, _without_cuda(getattr(torch, name)))
+
+
+def _on_cpu(value: Any) -> Any:
+    return "cpu" if str(value).startswith("cuda") and not callable(value) else value
+
+
+def _without_cuda(make: Any) -> Any:
+    return lambda *a, **k: make(*map(_on_cpu, a), **{n: _on_cpu(v) for n, v in k.items()})
+
+
+def _wrap_compile() -> None:
+    """Compiled functions take CPU tensors for those of a device."""
+    import cutlass
+    import torch
+    from cutlass import cute
+
+    from kernels.virtual.host import on_device
+
+    def given(value: Any) -> Any:
+        return on_device(value.detach()) if isinstance(value, torch.Tensor) else value
+
+    class Wrapped:
+        def __init__(self, function: Any) -> None:
+            self.function = function
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.function(*map(given, args), **{n: given(v) for n, v in kwargs.items()})
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.function, name)
+
+    original = cute.compile
+
+    class Compile:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            compiled = original(*args, **kwargs)
+            tvm = "tvm" in type(compiled).__name__.lower()
+            return Wrapped(compiled) if tvm else compiled
+
+        def __getitem__(self, item: Any) -> Any:
+            return lambda *a, **k: Wrapped(original[item](*a, **k))
+
+    cute.compile = Compile()
+    info = cutlass.utils.HardwareInfo
+    info.__init__ = lambda self, *_, **__: None
+    info.get_max_active_clusters = lambda self, size, *_, **__: 8 // size
+    info.get_device_multiprocessor_count = lambda self: 8
+    info.get_l2_cache_size_in_bytes = lambda self: 1 << 25
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,110 @@
+"""The project's kernels on the virtual GPU, as built and launched by their own host code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.virtual.machine import LATE, Options, Schedule
+from kernels.virtual.ptx import PtxError
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+from kernels.build import build
+from kernels.libraries import default_root
+from kernels.virtual import mutants
+from kernels.virtual.host import run
+from kernels.virtual.subject import Case, Subject, cases, family_arguments, operands
+
+
+def subject(arch: str, case: Case) -> Subject:
+    """The case's function, built unless it is there."""
+    build(arch, only=case.function)
+    return Subject(arch, default_root())
+
+
+@pytest.fixture(scope="module")
+def step9() -> tuple[Subject, Case]:
+    case = mutants.case_of("sm_100a", 9)
+    return subject("sm_100a", case), case
+
+
+@pytest.mark.timeout(600)
+def test_step_9_is_right_under_all_schedules(step9: tuple[Subject, Case]) -> None:
+    """Late, early, random: the same bytes, no finding, the right numbers; every barrier has its name."""
+    own, case = step9
+    outcome = own.verify(case)
+    assert outcome.ok, outcome.text()
+    assert [r.schedule for r in outcome.report.runs] == ["late", "early", "random 1"]
+    assert not outcome.report.lints
+
+
+def test_whole_numbers_come_out_exactly(step9: tuple[Subject, Case]) -> None:
+    own, case = step9
+    given = operands(case.problem, whole=True)
+    own.run(case, given, schedules=[LATE]).raise_if_faulty()
+    exact = given.a.astype(np.float32) @ given.b.astype(np.float32).T
+    np.testing.assert_array_equal(given.d, exact.astype(np.float16))
+
+
+def test_mutants_of_step_9_die(step9: tuple[Subject, Case]) -> None:
+    """One of each kind that no kernel survives; the whole set is `python -m kernels.virtual.mutants`."""
+    own, case = step9
+    fatal = {"one arrival more", "half the bytes expected", "commit left out", "proxy fence left out"}
+    reached = mutants.lines_run(own, case)
+    first = {m.kind: m for m in mutants.mutants(own.ptx(case.function), reached) if m.kind in fatal}
+    assert set(first) == fatal
+    fates = {kind: mutants.fate(own, case, mutant).killed_by for kind, mutant in first.items()}
+    assert all(fates.values()), fates
+    assert fates["proxy fence left out"] == "proxy fence"
+
+
+def test_a_report_names_barriers_as_the_kernel_does(step9: tuple[Subject, Case]) -> None:
+    """A commit that is left out: who waits for what, by name and line."""
+    own, case = step9
+    reached = mutants.lines_run(own, case)
+    mutant = next(m for m in mutants.mutants(own.ptx(case.function), reached) if m.kind == "commit left out")
+    given = operands(case.problem)
+    call, arguments = own.libraries.load(case.function), family_arguments(case, given, 4)
+    options = Options(sms=4)
+    report = run(lambda: call(*arguments), given.buffers(), mutant.text, schedules_=[LATE], options=options)
+    assert "mma2tma[" in str(report) or "mma2ld[" in str(report)
+    assert ".py:" in str(report)
+
+
+def test_another_seed_is_another_order(step9: tuple[Subject, Case]) -> None:
+    own, case = step9
+    outcome = own.verify(case, schedules=[Schedule("random", 11), Schedule("random", 12)])
+    assert outcome.ok, outcome.text()
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("step", range(1, 10))
+def test_every_step(arch: str, step: int) -> None:
+    """Several shapes with ragged edges, three schedules, the detector."""
+    for case in cases(arch, [step]):
+        outcome = subject(arch, case).verify(case)
+        assert outcome.ok, f"{case}\n{outcome.text()}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("step", [7, 8, 9])
+def test_nine_mutants_in_ten_die(step: int) -> None:
+    case = mutants.case_of("sm_100a", step)
+    own = subject("sm_100a", case)
+    text, reached = own.ptx(case.function), mutants.lines_run(own, case)
+    fates = [mutants.fate(own, case, m) for m in mutants.mutants(text, reached)]
+    survivors = [str(f.mutant) for f in fates if not f.killed_by]
+    assert len(survivors) <= 0.1 * len(fates), survivors
+
+
+def test_local_memory_is_refused_by_name() -> None:
+    from kernels.virtual.translate import translate
+
+    text = ".target sm_100a\n.visible .entry k()\n{\n.local .align 16 .b8 depot[64];\nret;\n}\n"
+    with pytest.raises(PtxError, match="local memory"):
+        translate(text)
