@@ -147,6 +147,9 @@ class Settings(BaseModel):
     )
     max_body_bytes: Bytes = Field(0, description="Largest request body; 0: the arena's size")
     max_json_bytes: Bytes = Field(64 << 20, description="Largest JSON body (it is parsed on the heap)")
+    grpc_message_bytes: Bytes = Field(
+        256 << 20, description="Largest message over gRPC (it is held on the heap); 2GiB at most"
+    )
     max_output_bytes: Bytes = Field(0, description="Largest result of one product; 0: the arena's size")
     max_flops: float = Field(
         1e14, gt=0, allow_inf_nan=False, description="Most FLOPs (2·M·N·K·batch) of one product, above 0"

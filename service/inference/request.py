@@ -36,7 +36,7 @@ class InferenceFields(GemmFields):
     out: str = Field("inline", pattern=rf"^inline$|{_REFERENCE}")
 
 
-class _Region(BaseModel):
+class RegionParameters(BaseModel):
     """Where in a registered region a tensor lies."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -46,39 +46,63 @@ class _Region(BaseModel):
     shared_memory_byte_size: Bytes | None = None
 
 
-class _InputParameters(_Region):
+class InputParameters(RegionParameters):
+    """Where an input's elements are, if not in `data`."""
+
     binary_data_size: Bytes | None = None
     handle: Annotated[str | None, Field(pattern=NAME)] = None
 
 
-class _OutputParameters(_Region):
+class OutputParameters(RegionParameters):
+    """In which form D comes, or where it goes."""
+
     binary_data: Flag | None = None
     classification: Count = 0
 
 
-class _Input(BaseModel):
+class InputDocument(BaseModel):
+    """A, B, C or bias."""
+
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
     datatype: str
     shape: list[Count] = Field(max_length=8)
-    parameters: _InputParameters = _InputParameters()
+    parameters: InputParameters = InputParameters()
     data: list[Any] | None = None
 
 
-class _Output(BaseModel):
+class OutputDocument(BaseModel):
+    """D."""
+
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
-    parameters: _OutputParameters = _OutputParameters()
+    parameters: OutputParameters = OutputParameters()
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+class Document(BaseModel):
+    """A request. Its parameters are the fields of a product, and handles in place of inputs."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "inputs": [
+                        {"name": "A", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]},
+                        {"name": "B", "shape": [2, 1], "datatype": "FP32", "data": [3, 4]},
+                    ],
+                    "parameters": {"alpha": 2, "activation": "relu"},
+                }
+            ]
+        },
+    )
 
     id: str = ""
-    inputs: Annotated[list[_Input], Field(max_length=64)] = []
-    outputs: Annotated[list[_Output], Field(max_length=64)] = []
+    inputs: Annotated[list[InputDocument], Field(max_length=64)] = []
+    outputs: Annotated[list[OutputDocument], Field(max_length=64)] = []
     parameters: dict[str, Any] = {}
 
 
@@ -124,7 +148,7 @@ class Inference:
 
 def parse(document: Any, model: Model) -> Inference:
     """The request in a document of the protocol."""
-    body = validate(_Document, document)
+    body = validate(Document, document)
     fields = fields_of(body.parameters, model)
     inputs = tuple(_input(one, model) for one in body.inputs)
     names = [one.operand for one in inputs]
@@ -174,7 +198,7 @@ def check_dtype(model: Model, operand: str, dtype: str) -> None:
         )
 
 
-def _input(one: _Input, model: Model) -> Input:
+def _input(one: InputDocument, model: Model) -> Input:
     operand = INPUTS.get(one.name)
     if operand is None:
         known = ", ".join(INPUTS)
@@ -206,7 +230,7 @@ def _input(one: _Input, model: Model) -> Input:
     return Input(operand, tensor, binary, one.data, place, parameters.handle)
 
 
-def _output(body: _Document, fields: InferenceFields) -> tuple[bool, Place | None]:
+def _output(body: Document, fields: InferenceFields) -> tuple[bool, Place | None]:
     """Whether D comes as bytes, and the region that it goes to."""
     binary = bool(body.parameters.get("binary_data_output", False))
     if not body.outputs:
@@ -227,7 +251,7 @@ def _output(body: _Document, fields: InferenceFields) -> tuple[bool, Place | Non
     return binary if parameters.binary_data is None else parameters.binary_data, place
 
 
-def _place(parameters: _Region, name: str) -> Place | None:
+def _place(parameters: RegionParameters, name: str) -> Place | None:
     region, nbytes = parameters.shared_memory_region, parameters.shared_memory_byte_size
     if region is None:
         return None

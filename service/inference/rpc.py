@@ -41,8 +41,6 @@ from service.services import Services
 SERVICE = "inference.GRPCInferenceService"
 #: The largest message that gRPC's lengths can tell.
 _MOST_BYTES = (1 << 31) - 1
-#: What a message holds beside its tensors.
-_BESIDE = 1 << 20
 
 _OPEN = ("ServerLive", "ServerReady")
 _SCOPES = {
@@ -70,7 +68,7 @@ async def serve(services: Services, host: str, port: int, version: str) -> tuple
     """A started server and its port; OSError where the address can't be had."""
     settings = services.settings
     options = [
-        ("grpc.max_receive_message_length", min(settings.max_body_bytes + _BESIDE, _MOST_BYTES)),
+        ("grpc.max_receive_message_length", min(settings.grpc_message_bytes, _MOST_BYTES)),
         ("grpc.max_send_message_length", _MOST_BYTES),
         ("grpc.max_metadata_size", settings.header_bytes),
         ("grpc.so_reuseport", 0),

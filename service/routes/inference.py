@@ -6,6 +6,7 @@ errors read {"error": …}, and no body needs a Content-Type.
 
 from __future__ import annotations
 
+import re
 import time
 from functools import partial
 from typing import Any
@@ -19,7 +20,8 @@ from service.formats import numbers
 from service.inference import cuda_memory, registration, reply, system_memory
 from service.inference.compute import compute
 from service.inference.decode import decode
-from service.inference.models import MODELS, Model
+from service.inference.models import MODELS, VERSION, Model
+from service.inference.request import Document
 from service.inference.server import check_ready, server_metadata
 from service.inference.statistics import Times
 from service.keys import Principal
@@ -30,6 +32,22 @@ from service.services import Services
 from service.transfer import Transfer
 
 router = APIRouter(route_class=PlainRoute, prefix="/v2", tags=["inference"])
+
+_PATH: dict[str, Any] = {
+    "model": {"type": "string", "enum": list(MODELS)},
+    "version": {"type": "string", "enum": [VERSION]},
+    "region": {"type": "string", "pattern": "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"},
+}
+_JSON = "application/json"
+_INFER: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            _JSON: {"schema": Document.model_json_schema(ref_template="#/components/schemas/{model}")},
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
 
 #: Bodies of the small requests: names and flags.
 _SMALL = 1 << 16
@@ -44,7 +62,12 @@ def route(method: str, path: str, summary: str, application: PlainApp, **options
     endpoint.plain = application  # type: ignore[attr-defined]
     words = path.replace("{", "").replace("}", "").strip("/").split("/")
     name = "_".join(["v2", *words, method.lower()])
-    options.setdefault("responses", {200: {"content": {"application/json": {}}}})
+    options.setdefault("responses", {200: {"content": {_JSON: {}}}})
+    extra = options.setdefault("openapi_extra", {})
+    extra["parameters"] = [
+        {"name": name, "in": "path", "required": True, "schema": _PATH[name]}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
     router.add_api_route(
         path, endpoint, methods=[method], summary=summary, name=name, response_model=None, **options
     )
@@ -234,7 +257,7 @@ for _path in ("/models/{model}", "/models/{model}/versions/{version}"):
     route("GET", f"{_path}/ready", "Whether a model takes requests", _model_ready, responses=_NOT_NOW)
     route("GET", f"{_path}/config", "A model's configuration", _config)
     route("GET", f"{_path}/stats", "A model's statistics", _statistics)
-    route("POST", f"{_path}/infer", "A product", _infer)
+    route("POST", f"{_path}/infer", "A product", _infer, openapi_extra=dict(_INFER))
 route("POST", "/repository/index", "All models and their state", _index)
 route("POST", "/repository/models/{model}/load", "Take requests for a model (scope admin)", _load)
 route("POST", "/repository/models/{model}/unload", "Take no requests for a model (scope admin)", _unload)

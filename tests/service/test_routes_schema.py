@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,3 +56,10 @@ def test_every_operation_says_what_it_is(document: dict[str, Any]) -> None:
             assert operation["summary"], (method, path)
             names.add(operation["operationId"])
     assert len(names) == sum(map(len, document["paths"].values()))
+
+
+def test_every_part_of_a_path_is_described(document: dict[str, Any]) -> None:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            told = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+            assert told == set(re.findall(r"{(\w+)}", path)), (method, path)
