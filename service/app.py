@@ -124,6 +124,13 @@ def build(settings: Settings) -> Services:
         "gemm_local_bytes", "Bytes of memory that local clients lend.", lambda: float(regions.nbytes)
     )
     metrics.live("gemm_tensor_store_bytes", "Bytes of stored tensors, by tier.", store.bytes_by_tier, "tier")
+    limits = {"memory": float(settings.store_memory_bytes), "disk": float(settings.store_disk_bytes)}
+    metrics.live(
+        "gemm_tensor_store_limit_bytes",
+        "Bytes that stored tensors may take, by tier.",
+        lambda: limits,
+        "tier",
+    )
     services = Services(settings, metrics, keys, arena, slots, supervisor, store, None)  # type: ignore[arg-type]
     supervisor.watchers.append(services.now.saw)
     services.jobs = Jobs(services)

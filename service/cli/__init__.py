@@ -19,6 +19,7 @@ examples:
   gemm-service put weights.npy --name w         keep a matrix on the service ...
   gemm-service gemm X.npy handle:w -o Y.npy     ... and multiply by it
   gemm-service variants --choose 4096 4096 4096 see what would run, and why
+  gemm-service top                              watch it at work
   gemm-service bench -m 256 -n 256 -k 256       requests a second, p50, p99, GFLOP/s
 
 Clients find the service at --url or GEMM_URL (http://127.0.0.1:8000 unless set), and send the API key in
@@ -33,6 +34,7 @@ COMMANDS = {
     "tensors": ("tensors", "list, fetch and delete kept matrices"),
     "jobs": ("jobs", "submit jobs, wait for them, fetch their results"),
     "variants": ("variants", "what can run, and what would run for a problem"),
+    "top": ("top", "what the service does now, in this terminal"),
     "keys": ("keys", "make, list, rotate and revoke API keys"),
     "bench": ("bench", "a small load generator"),
 }

@@ -262,6 +262,10 @@ class Client(_Base):
         until = self._until()
         return self._run(self._ask.choose(m, n, k, problem, until), until)
 
+    def now(self) -> Any:
+        """What the service does now: rates and times of the last seconds, workers, memory, the last batches."""
+        return self._read("/now")
+
     def limits(self) -> Any:
         """All limits of the service."""
         return self._read("/limits")
@@ -449,6 +453,11 @@ class AsyncClient(_Base):
         """See Client.choose."""
         until = self._until()
         return await self._run(self._ask.choose(m, n, k, problem, until), until)
+
+    async def now(self) -> Any:
+        """See Client.now."""
+        until = self._until()
+        return await self._run(self._ask.read("/now", until), until)
 
     async def limits(self) -> Any:
         """See Client.limits."""
