@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 from collections.abc import Iterator
@@ -12,8 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.arena import Arena
+from service.arena import Arena, Slots
+from service.decode import Bound
 from service.drivers.cuda_regions import CudaRegions
+from service.errors import ServiceError
+from service.inference.cuda_memory import CudaMemory
+from service.messages import Operand
 from tests.service.real import running
 
 SIZE = 256
@@ -140,6 +145,58 @@ def test_a_handle_registered_twice_is_open_once_until_both_end() -> None:
         assert cuda.opened == 1
         made.close()
         assert cuda.opened == 0
+
+
+class _Worker:
+    """Answers as CudaRegions would, in the front's place for it; `end` lets a copy end."""
+
+    def __init__(self, regions: CudaRegions) -> None:
+        self._regions = regions
+        self.end = asyncio.Event()
+        self.end.set()
+        self.lost = False
+
+    async def ask(self, what: str, args: dict[str, Any], timeout: float) -> None:
+        await self.end.wait()
+        if self.lost:
+            raise ServiceError("no_worker", "the worker did not answer")
+        try:
+            self._regions.ask(what, args)
+        except ValueError as fault:
+            raise ServiceError("invalid", str(fault)) from None
+
+
+async def test_the_front_copies_through_the_worker() -> None:
+    with regions() as (made, cuda, arena):
+        worker, slots = _Worker(made), Slots(arena)
+        memory = await CudaMemory.open(worker.ask, b"good".ljust(64, b"\0"), 0, 32)
+        assert memory.told() == {"device_id": 0, "byte_size": 32}
+        slot = slots.allocate(8)
+        bound = Bound(Operand(slot.offset, 8, "fp64", (1,)), slot, slot.release)
+        await memory.read(4, bound)
+        assert bytes(bound.view()) == bytes(range(4, 12))
+        await memory.write(24, bound)
+        assert cuda.memory.raw[24:32] == bytes(range(4, 12))
+        # A copy that is under way is waited for, though its request was cancelled.
+        worker.end.clear()
+        copy = asyncio.ensure_future(memory.read(0, bound))
+        await asyncio.sleep(0)
+        copy.cancel()
+        await asyncio.sleep(0.01)
+        assert not copy.done()
+        worker.end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await copy
+        assert bytes(bound.view()) == bytes(range(8))
+        # Where nobody knows whether a copy goes on, its slot is never used again.
+        worker.lost = True
+        with pytest.raises(ServiceError):
+            await memory.read(0, bound)
+        bound.release()
+        assert slots.bytes_by_state["request"] == slot.capacity
+        await memory.close()  # the worker is gone: so is what it had open
+        with pytest.raises(ServiceError):
+            await CudaMemory.open(worker.ask, bytes(64), 0, 32)
 
 
 @pytest.mark.gpu
