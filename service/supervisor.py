@@ -337,6 +337,11 @@ class Supervisor:
             raise ServiceError("no_worker", "no worker is ready", retry_after=1.0)
         return await ready[0].ask(what, args or {}, timeout)
 
+    async def tell_all(self, what: str, args: dict[str, Any], timeout: float = 30.0) -> None:
+        """Ask every worker that is ready what has no answer; who can't is left."""
+        asked = (handle.ask(what, args, timeout) for handle in self._ready())
+        await asyncio.gather(*asked, return_exceptions=True)
+
     def forget(self, *tensors: str) -> None:
         """Stored content is gone or replaced: device caches drop it."""
         for handle in self.handles:

@@ -7,9 +7,7 @@ handle goes along with each question, so a worker that was started again opens i
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from service.decode import Bound
 from service.errors import ServiceError
@@ -20,8 +18,15 @@ HANDLE_BYTES = 64
 #: Seconds in which a copy, or opening a handle, is done on any working device.
 _PATIENCE = 30.0
 
-Ask = Callable[[str, dict[str, Any], float], Awaitable[Any]]
-log = logging.getLogger("gemm.inference")
+
+class Workers(Protocol):
+    """The supervisor, as far as it is needed here."""
+
+    async def ask(self, what: str, args: dict[str, Any], timeout: float) -> Any:
+        """Ask a worker; it may be another one the next time."""
+
+    async def tell_all(self, what: str, args: dict[str, Any], timeout: float) -> None:
+        """Ask all of them what has no answer."""
 
 
 class CudaMemory:
@@ -29,22 +34,22 @@ class CudaMemory:
 
     kind = KIND
 
-    def __init__(self, ask: Ask, handle: bytes, device: int, nbytes: int) -> None:
+    def __init__(self, workers: Workers, handle: bytes, device: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._ask = ask
+        self._workers = workers
         self._device = device
         self._arguments = {"handle": handle, "device": device, "size": nbytes}
 
     @classmethod
-    async def open(cls, ask: Ask, handle: bytes, device: int, nbytes: int) -> CudaMemory:
+    async def open(cls, workers: Workers, handle: bytes, device: int, nbytes: int) -> CudaMemory:
         """The first `nbytes` of the allocation that the handle names; ServiceError where they can't be had."""
         if len(handle) != HANDLE_BYTES:
             raise _wrong(f"raw_handle: has {len(handle)} bytes, a CUDA IPC handle has {HANDLE_BYTES}")
         if nbytes == 0:
             raise _wrong("byte_size: a region has 1 byte or more")
-        memory = cls(ask, handle, device, nbytes)
+        memory = cls(workers, handle, device, nbytes)
         try:
-            await ask("region_open", memory._arguments, _PATIENCE)
+            await workers.ask("region_open", memory._arguments, _PATIENCE)
         except ServiceError as error:
             if error.code == "unsupported":
                 raise ServiceError("not_implemented", error.detail) from None
@@ -64,17 +69,14 @@ class CudaMemory:
         await self._copy("region_write", offset, source)
 
     async def close(self) -> None:
-        """Let the worker close the handle; one that is gone has closed it."""
-        try:
-            await self._ask("region_close", self._arguments, _PATIENCE)
-        except ServiceError as error:
-            log.info("CUDA shared memory was not closed: %s", error.detail)
+        """Let the workers close the handle; one that is gone has closed it."""
+        await self._workers.tell_all("region_close", self._arguments, _PATIENCE)
 
     async def _copy(self, what: str, offset: int, bound: Bound) -> None:
         """Ask for the copy, and don't return before it has ended, even if cancelled: it touches the slot."""
         operand = bound.operand
         place = {"offset": offset, "at": operand.offset, "nbytes": operand.nbytes}
-        asked = asyncio.ensure_future(self._ask(what, {**self._arguments, **place}, _PATIENCE))
+        asked = asyncio.ensure_future(self._workers.ask(what, {**self._arguments, **place}, _PATIENCE))
         cancelled: asyncio.CancelledError | None = None
         while not asked.done():
             try:

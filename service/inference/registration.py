@@ -70,4 +70,4 @@ async def _cuda(services: Services, document: dict[str, Any]) -> Memory:
         raise ServiceError(
             "invalid", f"raw_handle: isn't base64 of {cuda_memory.HANDLE_BYTES} bytes", field="raw_handle"
         ) from None
-    return await CudaMemory.open(services.supervisor.ask, handle, asked.device_id, asked.byte_size)
+    return await CudaMemory.open(services.supervisor, handle, asked.device_id, asked.byte_size)

@@ -165,11 +165,15 @@ class _Worker:
         except ValueError as fault:
             raise ServiceError("invalid", str(fault)) from None
 
+    async def tell_all(self, what: str, args: dict[str, Any], timeout: float) -> None:
+        with contextlib.suppress(ServiceError):
+            await self.ask(what, args, timeout)
+
 
 async def test_the_front_copies_through_the_worker() -> None:
     with regions() as (made, cuda, arena):
         worker, slots = _Worker(made), Slots(arena)
-        memory = await CudaMemory.open(worker.ask, b"good".ljust(64, b"\0"), 0, 32)
+        memory = await CudaMemory.open(worker, b"good".ljust(64, b"\0"), 0, 32)
         assert memory.told() == {"device_id": 0, "byte_size": 32}
         slot = slots.allocate(8)
         bound = Bound(Operand(slot.offset, 8, "fp64", (1,)), slot, slot.release)
@@ -195,8 +199,11 @@ async def test_the_front_copies_through_the_worker() -> None:
         bound.release()
         assert slots.bytes_by_state["request"] == slot.capacity
         await memory.close()  # the worker is gone: so is what it had open
+        worker.lost = False
+        await memory.close()
+        assert cuda.opened == 0
         with pytest.raises(ServiceError):
-            await CudaMemory.open(worker.ask, bytes(64), 0, 32)
+            await CudaMemory.open(worker, bytes(64), 0, 32)
 
 
 @pytest.mark.gpu
