@@ -44,7 +44,7 @@ class Chip:
     launch: Parameter  # seconds of a launch, first to last CTA
 
 
-def _chip(name: str, sms: int, clock: float, mma: int, rate: float) -> Chip:
+def _chip(name: str, sms: int, clock: float, clock_source: str, mma: int, rate: float) -> Chip:
     return Chip(
         name,
         Parameter(sms, "SMs", "datasheet"),
@@ -73,8 +73,8 @@ def _chip(name: str, sms: int, clock: float, mma: int, rate: float) -> Chip:
     )
 
 
-B200 = _chip("B200", 148, 1.85e9, 4096, 48.0)
-H200 = _chip("H200", 132, 1.755e9, 2048, 40.0)
+B200 = _chip("B200", 148, 1.85e9, "assumed: locked a little under the boost of 1.965 GHz", 4096, 48.0)
+H200 = _chip("H200", 132, 1.98e9, "datasheet boost, at which the short bursts ran", 2048, 48.0)
 CHIPS = {"sm_100a": B200, "sm_90a": H200}
 
 
