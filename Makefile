@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-gpu bench-gpus clean
+.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -68,6 +68,17 @@ fuzz: $(VENV)/.dev ## An hour of hostile bytes for what parses them; writes benc
 bench: $(VENV)/.dev ## Measure the service against its peers (needs wrk); writes benchmarks/results
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.serving
+
+mutants: $(VENV)/.dev ## Break Steps 7, 8 and 9 on purpose on the virtual GPU; writes benchmarks/results
+	$(BIN)/python -m kernels.virtual.mutants --json benchmarks/results/cpu/mutants.json
+
+verify-virtual: $(VENV)/.dev ## All kernels on the virtual GPU, 16 schedules; writes benchmarks/results
+	$(BIN)/python -m kernels verify --device virtual --arch sm_100a --all --schedules 16 --json benchmarks/results/cpu/virtual-sm100a.json
+	$(BIN)/python -m kernels verify --device virtual --arch sm_90a --all --schedules 16 --json benchmarks/results/cpu/virtual-sm90a.json
+
+predict: $(VENV)/.dev ## What the model says of Steps 3 to 9 on B200 and H200; writes benchmarks/results
+	$(BIN)/python -m kernels predict --arch sm_100a --json benchmarks/results/cpu/model-b200.json
+	$(BIN)/python -m kernels predict --arch sm_90a --json benchmarks/results/cpu/model-h200.json
 
 clean: ## Remove what was installed and built here
 	rm -rf $(VENV) .kernels build dist *.egg-info

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import re
 import runpy
@@ -24,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from kernels.virtual import results
 
 _ARGUMENTS = {
     "fp16_gemm": ["--mnk", "512,512,256"],
@@ -55,14 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = sum(r["outcome"] == "pass" for r in rows)
     print(f"{passed} of {len(rows)} pass")
     if options.json:
-        document = {
-            "what": "third-party CuTe DSL examples on the virtual GPU",
-            "machine": "cpu",
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": " ".join(["python -m kernels.virtual.examples", *(argv or sys.argv[1:])]),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        results.write(options.json, "third-party CuTe DSL examples on the virtual GPU", rows)
     return 0
 
 

@@ -10,7 +10,6 @@ killed if any schedule ends with a finding or a wrong element. A survivor is kep
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 from kernels.problem import DType, Problem
 from kernels.verify import check
+from kernels.virtual import results
 from kernels.virtual.host import on_device, run
 from kernels.virtual.machine import EARLY, LATE, Options, Schedule
 from kernels.virtual.ptx import PtxError
@@ -297,8 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
     _show(fates)
     if options.json:
-        command = " ".join(["python -m kernels.virtual.mutants", *(argv or sys.argv[1:])])
-        options.json.write_text(json.dumps(_results(fates, command), indent=1) + "\n")
+        results.write(options.json, "mutants of kernels on the virtual GPU", _rows(fates))
     killed = sum(bool(f.killed_by) for _, f in fates)
     return 0 if killed >= 0.9 * len(fates) else 1
 
@@ -313,21 +312,13 @@ def _show(fates: Sequence[tuple[str, Fate]]) -> None:
             print(f"  survived: {function}: {f.mutant}")
 
 
-def _results(fates: Sequence[tuple[str, Fate]], command: str) -> dict[str, Any]:
-    return {
-        "what": "mutants of kernels on the virtual GPU",
-        "machine": "cpu",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": command,
-        "rows": [
-            {
-                "name": f"{function}: {f.mutant}",
-                "outcome": "killed" if f.killed_by else "survived",
-                "detail": f"{f.killed_by}, {f.schedule}" if f.killed_by else f.mutant.was,
-            }
-            for function, f in fates
-        ],
-    }
+def _rows(fates: Sequence[tuple[str, Fate]]) -> Iterator[dict[str, Any]]:
+    for function, f in fates:
+        yield {
+            "name": f"{function}: {f.mutant}",
+            "outcome": "killed" if f.killed_by else "survived",
+            "detail": f"{f.killed_by}, {f.schedule}" if f.killed_by else f.mutant.was,
+        }
 
 
 if __name__ == "__main__":

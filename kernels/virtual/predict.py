@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kernels import device, family, ladder
 from kernels.problem import DType, Problem
+from kernels.virtual import results
 from kernels.virtual.machine import LATE, Options
 from kernels.virtual.model import CHIPS, Chip, Timing
 from kernels.virtual.subject import Case, Subject, operands
@@ -157,8 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = table(options.arch, options.step or range(3, 10), options.root)
     _show(CHIPS[options.arch], found)
     if options.json:
-        command = " ".join(["python -m kernels predict", *(argv or sys.argv[1:])])
-        options.json.write_text(json.dumps(results(CHIPS[options.arch], found, command), indent=1) + "\n")
+        chip = CHIPS[options.arch]
+        what = f"model of {chip.name}, not a measurement"
+        results.write(options.json, what, _rows(found), parameters=_parameters(chip))
     return 0
 
 
@@ -193,32 +194,23 @@ def _show(chip: Chip, found: Sequence[Prediction]) -> None:
             console.print(f"  {name} = {p.value:g} {p.unit}: {p.source}", style="dim", highlight=False)
 
 
-def results(chip: Chip, found: Sequence[Prediction], command: str) -> dict[str, Any]:
-    """A results file of benchmarks/results."""
-    parameters = {
-        n: [getattr(chip, n).value, getattr(chip, n).unit, getattr(chip, n).source]
-        for n in chip.__dataclass_fields__
-        if n != "name"
-    }
-    return {
-        "what": f"model of {chip.name}, not a measurement",
-        "machine": "cpu",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": command,
-        "parameters": parameters,
-        "rows": [
-            {
-                "name": p.function,
-                "step": p.step,
-                "predicted_seconds": p.seconds,
-                "tensor_busy": p.busy,
-                "waves": p.waves,
-                "reference_seconds": p.reference,
-                "outcome": p.remark,
-            }
-            for p in found
-        ],
-    }
+def _parameters(chip: Chip) -> dict[str, list[Any]]:
+    parameters = {n: getattr(chip, n) for n in chip.__dataclass_fields__ if n != "name"}
+    return {name: [p.value, p.unit, p.source] for name, p in parameters.items()}
+
+
+def _rows(found: Sequence[Prediction]) -> Iterator[dict[str, Any]]:
+    for p in found:
+        yield {
+            "name": p.function,
+            "step": p.step,
+            "predicted_seconds": p.seconds,
+            "tensor_busy": p.busy,
+            "waves": p.waves,
+            "resident": p.resident,
+            "reference_seconds": p.reference,
+            "outcome": p.remark,
+        }
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ What runs is built first if it isn't there. A fault or a wrong element makes the
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernels.virtual import results
 from kernels.virtual.machine import Options
 from kernels.virtual.subject import Case, Outcome, Subject, cases
 
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = _run(subject, wanted, options.schedules, settings)
     _show(outcomes, options.schedules)
     if options.json:
-        options.json.write_text(json.dumps(results(outcomes, list(argv or sys.argv[1:])), indent=1) + "\n")
+        results.write(options.json, "kernels on the virtual GPU", rows(outcomes), schedules=options.schedules)
     return 0 if all(o.ok for o in outcomes) else 1
 
 
@@ -101,24 +100,15 @@ def _show(outcomes: Sequence[Outcome], schedules: int) -> None:
     console.print(NOTE, style="dim")
 
 
-def results(outcomes: Sequence[Outcome], command: list[str]) -> dict[str, Any]:
-    """A results file of benchmarks/results."""
-    rows = [
-        {
+def rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
+    """Rows of a results file."""
+    for o in outcomes:
+        yield {
             "name": str(o.case),
             "outcome": "pass" if o.ok else "fail",
             "detail": o.text() or f"{sum(r.instructions for r in o.report.runs)} warp instructions",
             "seconds": round(o.seconds, 3),
         }
-        for o in outcomes
-    ]
-    return {
-        "what": "kernels on the virtual GPU",
-        "machine": "cpu",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join(["python -m kernels verify --device virtual", *command]),
-        "rows": rows,
-    }
 
 
 if __name__ == "__main__":
