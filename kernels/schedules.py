@@ -35,6 +35,11 @@ class Chip:
         """Clocks a second: what the datasheet's peak implies."""
         return self.device.peak_flops["fp16"] / (self.device.sms * self.flops_a_clock)
 
+    @property
+    def l2_bandwidth(self) -> float:
+        """Bytes a second that all SMs together can take from L2."""
+        return self.load_bytes * self.clock * self.device.sms
+
     def parameters(self) -> list[dict[str, str]]:
         """Each parameter with its value and where it comes from."""
         hopper = self.device.arch == "sm_90a"

@@ -76,10 +76,16 @@ function drawing({ rows, file, model }, chip, body) {
     `${row.step} ${row.title}`, row.idea, shape(row), time(row.measured), row.measured ? digits(row.measured.flops / 1e12) : NONE, ratio(row.measured), ratio(row.sustained),
     time(row.predicted), row.predicted ? words(percent(row.predicted.busy)) : NONE, row.residents ? String(row.residents) : NONE,
     ...(published ? [row.alone_seconds ? words(seconds(row.alone_seconds)) : NONE, time(row.published)] : [])]);
+  const off = (ours, told) => (ours && told ? `${ours > told ? "+" : "−"}${digits(Math.abs(100 * (ours / told - 1)))} %` : NONE);
+  const compared = rows.some((row) => row.measured) ? "measured" : published ? "published" : null;
+  if (compared) {
+    heads.push(`model off ${compared}`);
+    rows.forEach((row, at) => cells[at].push(compared === "measured" ? off(row.predicted?.seconds, row.measured?.seconds) : off(row.alone_seconds, row.published?.seconds)));
+  }
   const any = rows.some((row) => row.measured || row.predicted || row.published);
   fill(body,
     h("div", { class: "panel wide" }, any ? chart(rows, chip) : note("No figure of this chip is here.")),
-    h("div", { class: "panel wide" }, table(`The ladder on ${chip}`, heads, cells, [3, 4, 5, 6, 7, 8, 9, 10, 11])),
+    h("div", { class: "panel wide" }, table(`The ladder on ${chip}`, heads, cells, [3, 4, 5, 6, 7, 8, 9, 10, 11, 12])),
     panel("Measured", file
       ? note(`On ${file.machine.device ?? file.machine.name}, ${file.date.slice(0, 10)}, by ${file.command}; commit ${file.commit.slice(0, 12)}. Medians; × cuBLAS is the ratio in the same run, above 1 is faster. Steps 1 and 2 at their own small sizes.`)
       : note(chip === "b200" ? "Never: the project has no B200. What stands here is predicted by a model, or published by others." : "No results file of this chip is packaged with this service.")),

@@ -41,6 +41,7 @@ export function view(root) {
     const label = d.rates === "measured" ? "measured at the worker's start" : d.rates === "clocks" ? "from its clocks" : "by datasheet";
     fill(about, table("Roofs", ["roof", "rate", "ridge", "from"], [
       ["memory", words(rate(d.bandwidth)), "", label],
+      ...(paths.length ? [["L2 to SMs", words(rate(known.predicted.chips[chip].l2_bandwidth)), "", "width of the SMs' ports"]] : []),
       ...peaks.map(([name, peak]) => [name, words(flops(peak)), `${digits(peak / d.bandwidth)} FLOP/B`, label])], [1, 2]));
     fill(points, where !== "here" ? note("Recent products run on this service's own device; choose it to see them.")
       : recent.length ? table("Recent batches, the newest first", ["M×N×K", "dtype", "requests", "FLOP/B", "FLOP/s", "of the roof", "variant"],
@@ -61,7 +62,7 @@ export function view(root) {
   }
 
   function chart(d, peaks, recent, paths) {
-    const xs = [0.5, ...recent.map((p) => p.flops / p.bytes), ...paths.flatMap((path) => path.stops.map((stop) => stop.x))];
+    const xs = [1, ...recent.map((p) => p.flops / p.bytes), ...paths.flatMap((path) => path.stops.map((stop) => stop.x))];
     const top = Math.max(...peaks.map(([, peak]) => peak), ...recent.map((p) => p.flops / p.seconds));
     const ys = [top / 1e4, ...recent.map((p) => p.flops / p.seconds), ...paths.flatMap((path) => path.stops.map((stop) => stop.y))];
     const low = 10 ** Math.floor(Math.log10(Math.min(...xs)));
@@ -92,15 +93,28 @@ export function view(root) {
       node.append(s("polyline", { class: mine ? "roof" : "roof other", points: line(peak).join(" "), "data-dtype": name }),
         s("text", { class: mine ? "strong" : "", x: WIDTH - BOX.right - 4, y: y(peak) - 6, "text-anchor": "end" }, `${all}: ${words(flops(peak))}`));
     }
+    const chipOf = where === "here" ? CHIPS_OF[d.arch] : where;
+    const wide = paths.length ? known.predicted.chips[chipOf].l2_bandwidth : 0;
+    if (wide) {
+      // tiles fetch from L2, whose roof is above memory's
+      const from = Math.max(low, bottom / wide);
+      const to = Math.min(high, d.peak_flops[dtype] / wide);
+      node.append(s("polyline", { class: "roof other", id: "l2-roof", points: `${x(from)},${y(from * wide)} ${x(to)},${y(to * wide)}` }),
+        s("text", { x: x(to) - 8, y: y(to * wide) + 1, "text-anchor": "end" }, `L2 to SMs ${words(rate(wide))}`));
+    }
     const slope = Math.max(low, bottom / d.bandwidth) * 4;
     const angle = (Math.atan2(y(slope * d.bandwidth) - y(slope * 10 * d.bandwidth), x(slope * 10) - x(slope)) * -180) / Math.PI;
     node.append(s("text", { class: "strong", x: x(slope), y: y(slope * d.bandwidth) - 8, transform: `rotate(${angle.toFixed(1)} ${x(slope).toFixed(1)} ${y(slope * d.bandwidth).toFixed(1)})` }, `memory ${words(rate(d.bandwidth))}`));
     for (const path of paths) {
       node.append(s("polyline", { class: `path ${path.kind}`, points: path.stops.map((stop) => `${x(stop.x)},${y(stop.y)}`).join(" ") }));
+      let before = { x: Infinity, y: Infinity };
+      let aside = 9;
       for (const stop of path.stops) {
+        aside = Math.hypot(x(stop.x) - before.x, y(stop.y) - before.y) < 12 ? aside + 11 : 9;
+        before = { x: x(stop.x), y: y(stop.y) };
         node.append(s("g", {}, s("title", {}, `Step ${stop.step} ${stop.title}, ${path.kind}: ${words(flops(stop.y))} at ${digits(stop.x)} FLOP/B`),
           s("circle", { class: `stop ${path.kind}`, cx: x(stop.x), cy: y(stop.y), r: 5 }),
-          path.kind === "published" ? "" : s("text", { x: x(stop.x) + (path.kind === "measured" ? -9 : 9), y: y(stop.y) + 4, "text-anchor": path.kind === "measured" ? "end" : "start" }, String(stop.step))));
+          path.kind === "published" ? "" : s("text", { x: x(stop.x) + (path.kind === "measured" ? -aside : aside), y: y(stop.y) + 4, "text-anchor": path.kind === "measured" ? "end" : "start" }, String(stop.step))));
       }
     }
     recent.forEach((p, at) => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -31,9 +32,25 @@ def test_the_table_says_what_it_is(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     text = printed(capsys)
-    assert "A model, never measured" in text
+    assert "Predicted by a model" in text
     assert "not modelled" in text
     assert "%" in text
+
+
+def test_where_the_model_is_off_the_table_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(predict, "RESULTS", tmp_path)
+    assert "measured" not in printed(capsys, "--chip", "h200")
+    (tmp_path / "h200").mkdir()
+    took = predict.table("h200")[8]["seconds"]
+    rows = [
+        {"step": 9, "timing": "burst", "seconds": {"median": took / 1.5}},
+        {"step": 9, "timing": "sustained", "seconds": {"median": 1.0}},
+    ]
+    (tmp_path / "h200" / "ladder.json").write_text(json.dumps({"rows": rows}))
+    assert "+50 %" in printed(capsys, "--chip", "h200")
 
 
 def test_steps_that_are_not_modelled_have_no_time() -> None:
