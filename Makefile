@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-transport soak fuzz bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -82,6 +82,9 @@ predict: $(VENV)/.dev ## What the model says of Steps 3 to 9 on B200 and H200; w
 
 clean: ## Remove what was installed and built here
 	rm -rf $(VENV) .kernels build dist *.egg-info
+
+bench-transport: $(VENV)/.dev ## Measure the ways to hand over large operands, tritonclient's among them; writes benchmarks/results
+	$(BIN)/python -m benchmarks.transport
 
 bench-gpu: ## Measure kernels, ladder and service on one GPU (MACHINE=name); writes benchmarks/results
 	$(BIN)/python -m benchmarks.suite --machine $(MACHINE)
