@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-transport soak fuzz bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -80,9 +80,6 @@ predict: $(VENV)/.dev ## What the model says of Steps 3 to 9 on B200 and H200; w
 	$(BIN)/python -m kernels predict --arch sm_100a --json benchmarks/results/cpu/model-b200.json
 	$(BIN)/python -m kernels predict --arch sm_90a --json benchmarks/results/cpu/model-h200.json
 
-clean: ## Remove what was installed and built here
-	rm -rf $(VENV) .kernels build dist *.egg-info
-
 bench-transport: $(VENV)/.dev ## Measure the ways to hand over large operands, tritonclient's among them; writes benchmarks/results
 	$(BIN)/python -m benchmarks.transport
 
@@ -93,3 +90,6 @@ bench-gpu: ## Measure kernels, ladder and service on one GPU (MACHINE=name); wri
 
 bench-gpus: ## Measure all GPUs of this host together (MACHINE=name); writes benchmarks/results
 	$(BIN)/python -m benchmarks.gpus --machine $(MACHINE)
+
+clean: ## Remove what was installed and built here
+	rm -rf $(VENV) .kernels build dist *.egg-info

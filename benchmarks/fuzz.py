@@ -1,8 +1,9 @@
 """Hostile bytes for what parses them: receives seconds, writes benchmarks/results/<machine>/fuzz.json.
 
-Targets: bodies of inference requests (JSON, binary, compressed, raw), safetensors and .npy headers, and arguments of
-shared memory. Each example must end as a request or as a refusal that names its fault, never as another exception,
-and leave no slot and no descriptor behind. A counterexample is shrunk by hypothesis, and ends the run with status 1.
+Targets: bodies of inference requests (JSON, binary, compressed, raw), safetensors and .npy headers, arguments
+of shared memory, and packets of the local socket. Each example must end as a request or as a refusal that
+names its fault, never as another exception, and leave no slot and no descriptor behind. A counterexample is
+shrunk by hypothesis, and ends the run with status 1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks import record
+from service import regions as lent
 from service.arena import Arena, Slots
 from service.decode import Operands
 from service.errors import ServiceError
@@ -36,6 +38,8 @@ from service.inference.regions import Regions
 from service.inference.registration import register
 from service.inference.request import Place
 from service.keys import Principal
+from service.local.messages import Garbled, Multiply, Piece, decode_request, encode
+from service.local.operands import bind
 from service.transfer import Transfer
 
 #: Codes of refusals that are nobody's fault: 5xx by nature.
@@ -315,10 +319,56 @@ class Stage:
             self.runner.run(self.regions.unregister(self.owner.owner, kind, name))
         self.check()
 
+    def local_protocol(self, data: st.DataObject) -> None:
+        """Packets of clients on this machine: pieces that pass lie in what was lent."""
+        number = st.one_of(
+            st.integers(0, 600), st.sampled_from([-256, 4096, 1 << 31, (1 << 63) - 256, (1 << 64) - 1])
+        )
+        piece = st.builds(Piece, st.integers(0, 2), st.sampled_from([0, 256, 512, 4]) | number, number)
+        queries = [
+            "a_shape=2x3&b_shape=3x4&dtype=fp32",
+            "a_shape=0x7&b_shape=7x2&dtype=fp16&bias_dim=m",
+            "a=handle:x",
+        ]
+        fitting = st.tuples(st.just(Piece(1, 0, 24)), st.just(Piece(1, 256, 48)))
+        asked = Multiply(
+            data.draw(number.filter(lambda n: n >= 0)),
+            data.draw(st.sampled_from(queries) | st.text(max_size=30)),
+            data.draw(fitting | st.lists(piece, max_size=5).map(tuple)),
+            data.draw(st.none() | st.just(Piece(1, 512, 32)) | piece),
+        )
+        packet = bytearray(encode(asked))
+        for _ in range(data.draw(st.integers(0, 2))):
+            packet[data.draw(st.integers(0, len(packet) - 1))] = data.draw(st.integers(0, 255))
+        region = lent.Region(7, SHM_BYTES, "fuzz", lambda gone: None)
+        with refusals(), suppress(Garbled):
+            message = decode_request(bytes(packet))
+            if isinstance(message, Multiply):
+                self.runner.run(self._bind(message, region))
+        self.check()
+
+    async def _bind(self, message: Multiply, region: lent.Region) -> None:
+        operands = Operands(self.services, self.owner.owner, 0.0)
+        try:
+            request = await bind(operands, message, {1: region})
+            for bound in (*request.held, request.out):
+                operand = bound.operand
+                if operand.region:
+                    assert 0 <= operand.offset <= operand.offset + operand.nbytes <= region.nbytes
+        finally:
+            operands.release()
+            assert region.uses == 1
+
     @property
     def targets(self) -> tuple[Target, ...]:
         """All of them."""
-        return self.inference_body, self.safetensors_header, self.npy_header, self.shared_memory
+        return (
+            self.inference_body,
+            self.safetensors_header,
+            self.npy_header,
+            self.shared_memory,
+            self.local_protocol,
+        )
 
 
 def fuzz(target: Target, examples: int, number: int) -> None:

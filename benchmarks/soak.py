@@ -1,9 +1,10 @@
 """Random requests for a long time, against a real service: writes benchmarks/results/<machine>/soak.json.
 
-Actors walk at random through register, infer, unregister, cancel and refused requests, while the worker is killed now
-and then. Every result is compared with numpy's. In the end nothing may be left: no descriptor, no shared memory, no
-slot of the arena; and no request was answered with a fault of the service's own. Anything wrong ends it with
-a traceback and status 1.
+Actors walk at random through register, infer, unregister, cancel and refused requests, and through products
+in memory that they lend over the local socket, while the worker is killed now and then. Every result is
+compared with numpy's. In the end nothing may be left: no descriptor, no shared memory, no slot of the arena;
+and no request was answered with a fault of the service's own. Anything wrong ends it with a traceback and
+status 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import httpx
 import numpy as np
 
 from benchmarks import record
+from service.client import AsyncClient, Busy, GemmError
 from tests.service.real import Service, running
 
 #: Requests from one kill of the worker to the next; a restart takes about as long as that many requests.
@@ -79,6 +81,7 @@ class Actor:
         self._region = Region(f"{run}-{number}")
         self._registered = False
         self._stored: np.ndarray | None = None
+        self._near: AsyncClient | None = None
         self.counts: Counter[str] = Counter()
         self.late = 0.0
 
@@ -95,6 +98,8 @@ class Actor:
             (4, self.store),
             (8, self.infer_stored),
             (1, self.status),
+            (20, self.lend),
+            (3, self.break_off),
         ]
         weights = [weight for weight, _ in walks]
         try:
@@ -104,6 +109,8 @@ class Actor:
                     self.counts[walk.__name__] += 1
                     await walk()
                 await self.unregister()
+                if self._near is not None:
+                    await self._near.close()
                 if self._stored is not None:
                     await self._http.delete(f"/tensors/soak-{self._number}")
         finally:
@@ -209,6 +216,44 @@ class Actor:
         if reply is not None:
             length = int(reply.headers["inference-header-content-length"])
             self._check(np.frombuffer(reply.content[length:], np.float32), a, self._stored)
+
+    async def lend(self) -> None:
+        """A, B and D in memory that is lent to the service by descriptor, or copied into such memory."""
+        if self._near is None:
+            self._near = AsyncClient(self._url, retries=1)
+            self._lent = [self._near.empty((MOST, MOST)) for _ in range(3)]
+        a, b = self._operands()
+        arrays = [self._within(0, a), self._within(1, b)]
+        out = self._within(2, np.full((a.shape[0], b.shape[1]), np.nan, np.float32))
+        if self._random.random() < 0.2:
+            arrays[0] = a
+        try:
+            await self._near.gemm(*arrays, out=out)
+        except Busy as refusal:
+            if refusal.status != PASSING:
+                raise Wrong(f"lent memory: {refusal}") from refusal
+            self.counts["unavailable"] += 1
+            return
+        self._check(out, a, b)
+
+    def _within(self, index: int, x: np.ndarray) -> np.ndarray:
+        """An array's elements at the beginning of lent memory."""
+        place: np.ndarray = self._lent[index].reshape(-1)[: x.size].reshape(x.shape)
+        place[:] = x
+        return place
+
+    async def break_off(self) -> None:
+        """Leave amid a product in lent memory, as a process that dies does."""
+        if self._near is None:
+            return
+        asked = asyncio.ensure_future(self._near.gemm(self._lent[0], self._lent[1], out=self._lent[2]))
+        await asyncio.sleep(self._random.random() * 0.002)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError, GemmError):
+            await asked
+        await self._near.close()
+        self._near = None
+        self._lent = []
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -324,6 +369,7 @@ def soak(data: Path, requests: int, *, actors: int = 8, seed: int = 1) -> dict[s
         service.until(lambda: descriptors(service) <= before, 30, "descriptors as before")
         for state in ("request", "reply"):
             service.until(lambda s=state: service.metric("gemm_arena_bytes", state=s) == 0, 10, f"no {state}")
+        service.until(lambda: service.metric("gemm_local_bytes") == 0, 10, "no lent memory")
         left = [name for name in os.listdir("/dev/shm") if name.startswith(run)]
         faults = service.metric("gemm_requests_total", code="500")
         if left or faults:

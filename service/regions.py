@@ -39,6 +39,11 @@ class Region:
         self._drop = drop
         self._refs = 1
 
+    @property
+    def uses(self) -> int:
+        """References to it."""
+        return self._refs
+
     def hold(self) -> Region:
         """One more reference."""
         assert self._refs > 0, "region was dropped"

@@ -16,7 +16,9 @@ def stage() -> Iterator[Stage]:
     made.close()
 
 
-@pytest.mark.parametrize("name", ["inference_body", "safetensors_header", "npy_header", "shared_memory"])
+@pytest.mark.parametrize(
+    "name", ["inference_body", "safetensors_header", "npy_header", "shared_memory", "local_protocol"]
+)
 @pytest.mark.parametrize("examples", [40, pytest.param(800, marks=pytest.mark.ci)])
 def test_hostile_bytes_end_as_refusals(stage: Stage, name: str, examples: int) -> None:
     assert name in {target.__name__ for target in stage.targets}
