@@ -3,7 +3,7 @@
 Roles (a thread that loads, one that multiplies, a warpgroup that writes back) are generators that wait on
 barriers; engines (TMA, tensor core, tensor memory, stores) serve one request after the other. Barriers are
 those of the kernels: they count arrivals, hold a phase bit, and `wait(P)` passes once the bit differs from P.
-It knows the kernels' schedules, not their instructions, and few parameters (`Chip`), none fitted to a step.
+It knows the kernels' schedules, not their instructions, and few parameters (`Rates`), none fitted to a step.
 
 Not modelled: the power cap, L2's own limits, divergence between SMs. It is a model; its times are never measured.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.schedules import Chip, Schedule
+from kernels.schedules import Rates, Schedule
 
 PRODUCER_PHASE = 1
 CONSUMER_PHASE = 0
@@ -222,15 +222,10 @@ class Cta:
     """One CTA's barriers and roles, on engines that it may share."""
 
     def __init__(
-        self, machine: Machine, engines: Engines, chip: Chip, schedule: Schedule, prefix: str = ""
+        self, machine: Machine, engines: Engines, rates: Rates, schedule: Schedule, prefix: str = ""
     ) -> None:
-        self.machine, self.engines, self.chip, self.schedule, self.prefix = (
-            machine,
-            engines,
-            chip,
-            schedule,
-            prefix,
-        )
+        self.machine, self.engines, self.schedule, self.prefix = machine, engines, schedule, prefix
+        self.rates, self.handoff = rates, rates.chip.signal.value
         s = schedule
         self.tma2mma = [Barrier("tma2mma", i, 1) for i in range(s.depth)]
         self.mma2tma = [Barrier("mma2tma", i, s.consumers) for i in range(s.depth)]
@@ -251,7 +246,7 @@ class Cta:
         """Start all roles."""
         blocks = [(tile, k) for tile in range(tiles) for k in range(k_tiles)]
         go = self.machine.start
-        hop = self.chip.handoff
+        hop = self.handoff
         if not self.schedule.roles:
             go(self.prefix + "one team", self._team(tiles, k_tiles), hop)
             return
@@ -278,9 +273,9 @@ class Cta:
         self.machine.request(
             self.engines.tma,
             "load",
-            nbytes / self.chip.load_bytes,
+            nbytes / self.rates.chip.load_rate.value,
             landed,
-            latency=self.chip.load_latency,
+            latency=self.rates.chip.load_latency.value,
             by=by,
             stage=place.stage,
             tile=tile,
@@ -297,7 +292,7 @@ class Cta:
             if last and self._commits:
                 self.machine.arrive(done, who)
 
-        clocks = self.schedule.block_flops / self.chip.flops_a_clock
+        clocks = self.schedule.block_flops / self.rates.flops_a_clock
         return self.machine.request(
             self.engines.tensor, "mma", clocks, finished, by=by, stage=stage, tile=tile, k=k, consumer=c
         )
@@ -379,7 +374,7 @@ class Cta:
 
     def _write(self, lane: str, c: int, tile: int, *, release: bool) -> Role:
         """Read the accumulator by chunks, convert, stage and store; release it when it is read."""
-        s, chip = self.schedule, self.chip
+        s, rates = self.schedule, self.rates
         chunks = max(1, s.columns // s.chunk)
         read = s.rows * s.chunk * 4
         stored = s.rows * s.chunk * 2
@@ -394,8 +389,8 @@ class Cta:
                     self.machine.request(
                         self.engines.reader,
                         "read",
-                        amount / chip.read_bytes,
-                        latency=chip.read_latency,
+                        amount / rates.read_bytes,
+                        latency=rates.read_latency,
                         tile=tile,
                         consumer=c,
                     ),
@@ -406,16 +401,16 @@ class Cta:
             if len(staged) >= s.buffers:
                 yield "until", staged.popleft()
             begin = self.machine.now
-            yield "delay", stored / chip.stage_bytes + chip.handoff
+            yield "delay", stored / rates.stage_bytes + self.handoff
             self.machine.span(lane, "stage", begin, self.machine.now, tile=tile)
             staged.append(
                 self.machine.request(
-                    self.engines.store, "store", stored / chip.store_bytes, tile=tile, consumer=c
+                    self.engines.store, "store", stored / rates.chip.store_rate.value, tile=tile, consumer=c
                 )
             )
         if not s.persistent or not s.roles:
             # what isn't persistent leaves only when its stores have reached memory
-            yield "until", self.engines.store.free + (0.0 if s.persistent else chip.store_latency)
+            yield "until", self.engines.store.free + (0.0 if s.persistent else rates.chip.load_latency.value)
 
     def _lane(self, role: str, c: int) -> str:
         return self.prefix + (f"{role} {c}" if self.schedule.consumers > 1 else role)

@@ -2,6 +2,10 @@
 
     python -m kernels predict [--chip b200] [--size 4096 4096 4096] [--json]
     python -m kernels predict --timeline --step 9 --depth 4
+    python -m kernels predict --virtual [--arch sm_100a]
+
+The first two play schedules, at once and without a compiler; `--virtual` times the compiled instructions on the
+virtual GPU (kernels/virtual/predict.py), which takes minutes. Both share their parameters (kernels/chips.py).
 
 `answer` is what a worker says to "predict" and "trace", so the service's page shows what this command prints.
 Predictions are a model's, never measured; where they are off a published time the table says by how much.
@@ -21,7 +25,7 @@ from typing import Any
 from kernels.device import DATASHEETS
 from kernels.ladder import LADDER, TILE_MN, Step
 from kernels.model import Cta, Engines, Machine
-from kernels.schedules import BLK_K, CHIP_OF, CHIPS, SCHEDULES, Chip, Schedule, lockstep
+from kernels.schedules import BLK_K, CHIP_OF, CHIPS, SCHEDULES, Rates, Schedule, lockstep
 
 DEEPEST = 6
 SMEM_OF_SM = 233_472
@@ -84,9 +88,9 @@ def seconds(chip: str, schedule: Schedule, m: int, n: int, k: int, resident: int
             Cta(machine, engines, model, schedule, f"CTA {index} ").run(share, -(-k // BLK_K))
     if machine.run():
         raise AssertionError(f"the schedule of Step {schedule.step} deadlocks in the model")
-    end = max(machine.now, engines.store.free) + model.store_latency
+    end = max(machine.now, engines.store.free) + model.chip.load_latency.value
     moved = 2 * (m * k + n * k + m * n)
-    return model.launch + max(end / model.clock, moved / model.device.bandwidth)
+    return model.chip.launch.value + max(end / model.clock, moved / model.device.bandwidth)
 
 
 def fetched(step: Step, arch: str, m: int, n: int, k: int) -> int:
@@ -110,7 +114,6 @@ def table(chip: str, size: tuple[int, int, int] = SIZE) -> list[dict[str, Any]]:
         if schedule is not None:
             took = seconds(chip, schedule, m, n, k, residents(schedule))
             alone = seconds(chip, schedule, m, n, k, 1)
-        peak = model.device.peak_flops["fp16"]
         rows.append(
             {
                 "step": step.number,
@@ -121,7 +124,7 @@ def table(chip: str, size: tuple[int, int, int] = SIZE) -> list[dict[str, Any]]:
                 "k": k,
                 "seconds": took,
                 "alone_seconds": alone,
-                "busy": None if took is None else 2.0 * m * n * k / took / peak,
+                "busy": None if took is None else 2.0 * m * n * k / took / model.peak,
                 "residents": None if schedule is None else residents(schedule),
                 "fetched_bytes": fetched(step, arch, m, n, k),
             }
@@ -163,7 +166,7 @@ _MEANING = {
 }
 
 
-def _play(chip: Chip, schedule: Schedule, k_tiles: int, tiles: int) -> dict[str, Any]:
+def _play(chip: Rates, schedule: Schedule, k_tiles: int, tiles: int) -> dict[str, Any]:
     machine, engines = Machine(), Engines()
     cta = Cta(machine, engines, chip, schedule)
     barriers = list(cta.barriers())
@@ -256,6 +259,10 @@ def document(chip: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m kernels predict`."""
+    if "--virtual" in argv:
+        from kernels.virtual import predict as instructions
+
+        return instructions.main([each for each in argv if each != "--virtual"])
     parser = argparse.ArgumentParser(
         prog="python -m kernels predict", description="What a model says of a kernel's time on a chip."
     )
@@ -267,6 +274,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--k-tiles", type=int, default=8)
     parser.add_argument("--tiles", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="as the page gets it")
+    parser.add_argument(
+        "--virtual", action="store_true", help="time the compiled instructions on the virtual GPU instead"
+    )
     options = parser.parse_args(argv)
     arch = next(a for a, name in CHIP_OF.items() if name == options.chip)
     if options.timeline:

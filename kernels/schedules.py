@@ -1,6 +1,6 @@
 """Chips and schedules for the model: receives datasheets and the shapes of kernels, hands on plain descriptions.
 
-A `Chip` has the rates of one SM, each with its source; a `Schedule` says what a step's CTA loads, multiplies and
+`Rates` are those of one SM, each with its source; a `Schedule` says what a step's CTA loads, multiplies and
 writes back, and who does it. The shapes are those of kernels/blackwell and kernels/hopper.
 """
 
@@ -9,74 +9,73 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kernels import chips
+from kernels.chips import Chip, Parameter
 from kernels.device import B200, H200, Device
 
 BLK_K = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
+class Rates:
     """Rates of one SM, in FLOPs and bytes a clock, and latencies in clocks."""
 
     device: Device
-    flops_a_clock: float
-    load_bytes: float = 64.0
-    load_latency: float = 1000.0
-    store_bytes: float = 64.0
-    store_latency: float = 700.0
+    chip: Chip
     read_bytes: float = 512.0
     read_latency: float = 0.0
     stage_bytes: float = 128.0
-    handoff: float = 60.0
-    launch: float = 1.1e-6
 
     @property
     def clock(self) -> float:
-        """Clocks a second: what the datasheet's peak implies."""
-        return self.device.peak_flops["fp16"] / (self.device.sms * self.flops_a_clock)
+        """Clocks a second."""
+        return self.chip.clock_hz.value
+
+    @property
+    def flops_a_clock(self) -> float:
+        """Of the tensor cores, on 16-bit operands."""
+        return 2.0 * self.chip.mma_rate.value
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the whole chip at this clock."""
+        return self.flops_a_clock * self.clock * self.device.sms
 
     @property
     def l2_bandwidth(self) -> float:
-        """Bytes a second that all SMs together can take from L2."""
-        return self.load_bytes * self.clock * self.device.sms
+        """Bytes a second that all SMs together take from L2."""
+        return self.chip.load_rate.value * self.clock * self.device.sms
 
     def parameters(self) -> list[dict[str, str]]:
         """Each parameter with its value and where it comes from."""
-        hopper = self.device.arch == "sm_90a"
-        rows = [
-            ("SMs", f"{self.device.sms}", "datasheet"),
-            ("tensor core", f"{self.flops_a_clock:,.0f} FLOP/clock and SM, fp16", "datasheet, dense"),
-            ("clock", f"{self.clock / 1e9:.3f} GHz", "datasheet's fp16 peak over SMs and FLOP/clock"),
-            ("memory", f"{self.device.bandwidth / 1e12:.1f} TB/s", "datasheet"),
-            ("L2 to SM", f"{self.load_bytes:.0f} B/clock", "width of an SM's port to L2 since Ampere"),
-            (
-                "load latency",
-                f"{self.load_latency:.0f} clocks",
-                "unloaded about 480 (memory) + 170 (TMA) on Hopper by arXiv:2501.12084, half as much again"
-                " for the queues of a full chip (an assumption)",
-            ),
-            ("SM to L2", f"{self.store_bytes:.0f} B/clock", "as the other way (an assumption)"),
-            ("store latency", f"{self.store_latency:.0f} clocks", "as a load that hits L2, and back"),
-            (
-                "registers" if hopper else "tensor memory",
-                "at hand"
-                if hopper
-                else f"{self.read_bytes:.0f} B/clock after {self.read_latency:.0f} clocks",
-                "wgmma accumulates in registers"
-                if hopper
-                else "128 lanes of 4 B; latency by arXiv:2512.02189",
-            ),
-            ("staging D", f"{self.stage_bytes:.0f} B/clock", "32 banks of 4 B of shared memory"),
-            ("a barrier's handoff", f"{self.handoff:.0f} clocks", "two accesses to shared memory, 30 each"),
-            ("launch", f"{self.launch * 1e6:.1f} µs", "an empty kernel in a stream of kernels on H200"),
-        ]
-        return [{"name": name, "value": value, "source": source} for name, value, source in rows]
+        chip = self.chip
+        named = {
+            "SMs": chip.sms,
+            "clock": chip.clock_hz,
+            "tensor core": chip.mma_rate,
+            "load latency": chip.load_latency,
+            "L2 to SM": chip.load_rate,
+            "SM to L2": chip.store_rate,
+            "a barrier's handoff": chip.signal,
+            "launch": chip.launch,
+            "memory": Parameter(self.device.bandwidth, "B/s", "datasheet"),
+        }
+        if self.device.arch == "sm_100a":
+            # wgmma accumulates in registers, which are at hand
+            named["tensor memory"] = Parameter(self.read_bytes, "B/cycle/SM", "128 lanes of 4 B")
+            named["its latency"] = Parameter(self.read_latency, "cycles", "arXiv 2512.02189, B200")
+        named["staging D"] = Parameter(self.stage_bytes, "B/cycle/SM", "32 banks of 4 B of shared memory")
+        return [{"name": n, "value": _told(p), "source": p.source} for n, p in named.items()]
 
 
-CHIPS = {
-    "h200": Chip(H200, 4096.0),
-    "b200": Chip(B200, 8192.0, read_latency=420.0),
-}
+def _told(p: Parameter) -> str:
+    """Value and unit, such as 1.85 GHz."""
+    prefixes = {"Hz": (1e9, "GHz"), "B/s": (1e12, "TB/s"), "s": (1e-6, "µs")}
+    scale, unit = prefixes.get(p.unit, (1.0, p.unit))
+    return f"{p.value / scale:g} {unit}"
+
+
+CHIPS = {"h200": Rates(H200, chips.H200), "b200": Rates(B200, chips.B200, read_latency=420.0)}
 
 
 @dataclass(frozen=True, slots=True)

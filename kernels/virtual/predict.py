@@ -1,6 +1,6 @@
 """Predicts times: receives an architecture, hands on a table of what the model says of each step. A model.
 
-    python -m kernels predict [--arch sm_100a] [--step 9] [--json FILE]
+    python -m kernels predict --virtual [--arch sm_100a] [--step 9] [--json FILE]
 
 One SM (or cluster) computes the tiles that fall to it at 4096³ on the virtual GPU with the model's clock, on
 products of the true K; as many waves as the chip needs. The published or measured ladder stands beside it, and
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kernels import device, family, ladder
+from kernels.chips import CHIPS, Chip
 from kernels.problem import DType, Problem
 from kernels.virtual import results
 from kernels.virtual.machine import LATE, Options
-from kernels.virtual.model import CHIPS, Chip, Timing
+from kernels.virtual.model import Timing
 from kernels.virtual.subject import Case, Subject, operands
 
 SIZE = 4096
@@ -148,7 +149,7 @@ def measured(folder: Path) -> dict[int, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m kernels predict", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kernels predict --virtual", description=__doc__)
     parser.add_argument("--arch", choices=tuple(CHIPS), default="sm_100a")
     parser.add_argument("--step", type=int, action="append", choices=range(3, 10))
     parser.add_argument("--root", type=Path, default=None, help="folder of built kernels")

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kernels.chips import CHIPS
 from kernels.problem import DType, Problem
 from kernels.virtual.machine import LATE, Options
-from kernels.virtual.model import CHIPS, Timing
+from kernels.virtual.model import Timing
 
 
 def timeline(timing: Timing) -> dict[str, Any]:

@@ -41,7 +41,7 @@ export function view(root) {
     const label = d.rates === "measured" ? "measured at the worker's start" : d.rates === "clocks" ? "from its clocks" : "by datasheet";
     fill(about, table("Roofs", ["roof", "rate", "ridge", "from"], [
       ["memory", words(rate(d.bandwidth)), "", label],
-      ...(paths.length ? [["L2 to SMs", words(rate(known.predicted.chips[chip].l2_bandwidth)), "", "width of the SMs' ports"]] : []),
+      ...(paths.length ? [["L2 to SMs", words(rate(known.predicted.chips[chip].l2_bandwidth)), "", "the model's parameters"]] : []),
       ...peaks.map(([name, peak]) => [name, words(flops(peak)), `${digits(peak / d.bandwidth)} FLOP/B`, label])], [1, 2]));
     fill(points, where !== "here" ? note("Recent products run on this service's own device; choose it to see them.")
       : recent.length ? table("Recent batches, the newest first", ["M×N×K", "dtype", "requests", "FLOP/B", "FLOP/s", "of the roof", "variant"],

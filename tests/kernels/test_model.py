@@ -10,14 +10,14 @@ import pytest
 
 from kernels.model import Barrier, Cta, Engines, Machine
 from kernels.predict import PUBLISHED, seconds, timeline
-from kernels.schedules import CHIP_OF, CHIPS, SCHEDULES, Chip, Schedule, lockstep
+from kernels.schedules import CHIP_OF, CHIPS, SCHEDULES, Rates, Schedule, lockstep
 
 ALL = [(arch, step) for arch, steps in SCHEDULES.items() for step in steps]
 
 
 def played(schedule: Schedule, tiles: int = 2, k_tiles: int = 8) -> tuple[Machine, list[dict[str, Any]]]:
     machine = Machine()
-    chip: Chip = CHIPS[CHIP_OF[schedule.arch]]
+    chip: Rates = CHIPS[CHIP_OF[schedule.arch]]
     Cta(machine, Engines(), chip, schedule).run(tiles, k_tiles)
     return machine, machine.run()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels.virtual.model import B200, H200, Parameter, Timing
+from kernels.chips import B200, H200, Parameter
+from kernels.virtual.model import Timing
 from kernels.virtual.predict import PUBLISHED, SIZE, Prediction, measured
 from kernels.virtual.trace import timeline
 from tests.kernels.virtual.snippet import execute, good
