@@ -175,10 +175,10 @@ def test_the_ladder_keeps_kinds_of_figures_apart(browser: Browser, busy: Service
     told = api(busy, "/ladder")
     with opened(browser, busy.url, "ladder") as page:
         page.get_by_label("chip").select_option(chip)
-        table = page.locator("#view-ladder table", has_text="the one idea")
+        table = page.locator("#view-ladder table", has_text=f"The ladder on {chip}")
         rows = told["predicted"]["chips"][chip]["steps"]
-        heads = table.locator("thead th").all_inner_texts()
         expect(table.locator("tbody tr")).to_have_count(9)
+        heads = table.locator("thead th").all_inner_texts()
         at = heads.index("predicted (model)")
         published = {row["step"]: row for row in told["predicted"]["chips"][chip]["published"]}
         assert ("published" in heads) == bool(published)
