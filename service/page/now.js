@@ -86,7 +86,7 @@ export function view(root) {
   let shown = {};
   const once = (name, value, draw) => {
     const seen = JSON.stringify(value);
-    if (shown[name] !== seen) draw();
+    if (!(name in shown) || shown[name] !== seen) draw();
     shown[name] = seen;
   };
   return {

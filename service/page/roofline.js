@@ -98,7 +98,7 @@ export function view(root) {
     if (wide) {
       // tiles fetch from L2, whose roof is above memory's
       const from = Math.max(low, bottom / wide);
-      const to = Math.min(high, d.peak_flops[dtype] / wide);
+      const to = Math.min(high, d.peak_flops.fp16 / wide);
       node.append(s("polyline", { class: "roof other", id: "l2-roof", points: `${x(from)},${y(from * wide)} ${x(to)},${y(to * wide)}` }),
         s("text", { x: x(to) - 8, y: y(to * wide) + 1, "text-anchor": "end" }, `L2 to SMs ${words(rate(wide))}`));
     }

@@ -80,6 +80,10 @@ def test_each_view_is_accessible_and_fits(
         page.wait_for_selector(READY[view], state="attached")
         expect(page.locator("#status")).to_have_text("ready")
         page.wait_for_timeout(300)
+        empty = "[...document.querySelectorAll('main section:not([hidden]) .panel')].filter(e => e.children.length < 1)"
+        assert page.evaluate(f"{empty}.length") == 0
+        bare = "[...document.querySelectorAll('#view-now:not([hidden]) .panel > div')].filter(e => !e.innerText.trim())"
+        assert page.evaluate(f"{bare}.length") == 0
         shot(page, f"{view}-{width}-{scheme}")
         found = Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
