@@ -25,6 +25,7 @@ from service.drivers.base import CannotStart, late, problem_asked, problem_of
 from service.drivers.cuda_regions import CudaRegions
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
 from service.drivers.lent import Lent
+from service.drivers.tiles import tiles
 from service.handle import CACHE_SHARE
 from service.memory import Memory, operands_of, unmapped
 from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
@@ -342,7 +343,10 @@ class CudaDriver:
         with torch.cuda.stream(self._compute):
             if operands.d.numel():
                 # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
-                choice = self._runtime.run(problem, operands, wanted, before=begun.record)
+                before: Callable[[], object] = begun.record
+                for part, views in tiles(problem, operands):
+                    choice = self._runtime.run(part, views, wanted, before=before)
+                    before = _nothing
             else:
                 begun.record()
                 choice = self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
@@ -461,6 +465,10 @@ class CudaDriver:
         """Drop these from device memory."""
         with self._lock:
             self._cache.forget(tensors)
+
+
+def _nothing() -> None:
+    """Before all launches but the first."""
 
 
 def _three(x: Any) -> Any:
