@@ -129,9 +129,7 @@ class Session:
             case Hello() if not self._greeted:
                 self._greet(message)
             case Multiply() if self._greeted:
-                task = self._loop.create_task(self._multiply(message))
-                self._running.add(task)
-                task.add_done_callback(self._ran)
+                self._begin(message)
             case Share() | Unshare() if self._greeted:
                 try:
                     self._send(self._change(message, descriptors))
@@ -254,11 +252,23 @@ class Session:
 
     # -- products ---------------------------------------------------------------------------------------------
 
-    def _ran(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        self._go_on()
+    def _begin(self, message: Multiply) -> None:
+        """Run a product over what is lent now, whatever the next packet takes back."""
+        pieces = (*message.body, *([message.out] if message.out is not None else []))
+        named = {piece.region for piece in pieces} & self._regions.keys()
+        regions = {number: self._regions[number].hold() for number in named}
+        task = self._loop.create_task(self._multiply(message, regions))
 
-    async def _multiply(self, message: Multiply) -> None:
+        def ran(task: asyncio.Task[None]) -> None:
+            for region in regions.values():
+                region.release()
+            self._running.discard(task)
+            self._go_on()
+
+        self._running.add(task)
+        task.add_done_callback(ran)
+
+    async def _multiply(self, message: Multiply, regions: dict[int, Region]) -> None:
         """One product, from its packet to its answer, in log and metrics."""
         started = time.perf_counter()
         request_id = message.request_id[:128] or logs.new_id()
@@ -270,7 +280,7 @@ class Session:
             principal.require("gemm")
             keys.enter(principal)
             try:
-                product = await self._product(message, principal, request_id)
+                product = await self._product(message, regions, principal, request_id)
             finally:
                 keys.leave(principal)
             self._send(product)
@@ -288,12 +298,14 @@ class Session:
             _log.info("request", route=ROUTE, code=status, seconds=round(seconds, 6), **told)
             logs.unbind(token)
 
-    async def _product(self, message: Multiply, principal: Principal, request_id: str) -> Product:
+    async def _product(
+        self, message: Multiply, regions: dict[int, Region], principal: Principal, request_id: str
+    ) -> Product:
         started = time.perf_counter()
         services = self._services
         operands = Operands(services, principal.owner, time.monotonic())
         try:
-            request = await bind(operands, message, self._regions)
+            request = await bind(operands, message, regions)
             work = work_of(services, request, principal)
         except BaseException:
             operands.release()
