@@ -43,7 +43,7 @@ def _chip(name: str, sms: int, clock: float, clock_source: str, mma: int, rate: 
         Parameter(
             clock,
             "Hz",
-            "assumed: a little under the datasheet's boost, as ladders are timed at locked clocks",
+            clock_source,
         ),
         Parameter(mma, "FMA/cycle/SM", "datasheet: peak / (SMs × boost clock)"),
         Parameter(

@@ -37,6 +37,7 @@ class MBarrier:
         self.init: Clock = NOTHING
         self.remote_arrival = ""  # who arrived from another CTA, for the scope lint
         self.remote_done = ""
+        self.line = 0  # PTX line of the initialization
         self.gathered_at = 0.0  # in the model: time of the last arrival, and of the end of the last phase
         self.done_at = 0.0
 
@@ -138,6 +139,7 @@ class BarrierMixin:
         name = self.machine.barrier_name(self.at, offset, self.cta)
         barrier = MBarrier(self.cta, offset, count, name)
         barrier.init = (1 << self.warp.node, 0) if self.machine.detector is not None else NOTHING
+        barrier.line = self.machine.program.instrs[self.at].line
         self.cta.mbarriers[offset] = barrier
         self.machine.progress += 1
 

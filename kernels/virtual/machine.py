@@ -187,6 +187,10 @@ class Cta:
             self.machine.cta_over(self)
 
     def _check_end(self) -> None:
+        if self.machine.options.covered is not None:
+            used = {b.line for b in self.mbarriers.values() if b.phase or b.pending != b.count}
+            self.machine.used_lines |= used
+            self.machine.idle_lines |= {b.line for b in self.mbarriers.values()} - used
         for first, columns in self.tmem_blocks.items():
             self.machine.find(
                 "tensor memory", f"CTA {self.label} exits without freeing {columns} columns at column {first}"
@@ -268,6 +272,8 @@ class Machine:
         self.retired = 0
         self.names: dict[str, int] = {}
         self.running: Warp | None = None
+        self.used_lines: set[int] = set()  # initializations of barriers that were used, and that weren't
+        self.idle_lines: set[int] = set()
         self._sm = 0
         self._timeouts = False
         self._places: dict[int, str] = {}
@@ -304,6 +310,8 @@ class Machine:
                 self._loop()
             except Fault as fault:
                 self.findings.append(fault.finding)
+        if self.options.covered is not None:
+            self.options.covered -= self.idle_lines - self.used_lines
         if self.detector is not None:
             self.findings.extend(self.detector.findings.values())
         return Run(
