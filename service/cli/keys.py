@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,10 +99,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(key: keys.Key, token: str) -> None:
-    print(token)
+    """The token alone goes to the output, so that a script can take it; what a reader needs goes beside it."""
+    print(token, flush=True)
     print(
         f"key {key.id} of {key.owner}: {', '.join(sorted(key.scopes))}. The token is shown this once.",
-        flush=True,
+        file=sys.stderr,
     )
 
 

@@ -248,7 +248,9 @@ def test_service_that_is_not_there(there: Path, capsys: pytest.CaptureFixture[st
 
 def test_keys_command(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["keys", "add", "alice", "--scopes", "gemm", "--expires-days", "1"]) == 0
-    token, told = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    (token,) = shown.out.splitlines()  # alone, so that a script can take it
+    told = shown.err
     key_id = token.split("_")[1]
     assert f"key {key_id} of alice: gemm" in told
     assert stat.S_IMODE(os.stat("keys.json").st_mode) == 0o600
