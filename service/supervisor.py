@@ -291,7 +291,8 @@ class Supervisor:
 
     def _settle(self, work: Work, item: ItemDone, seconds: float, batched: int) -> None:
         if item.code:
-            self._fail(work, ServiceError(item.code, item.detail))
+            named = item.code == "unsupported" and work.params.variant != "auto"
+            self._fail(work, ServiceError(item.code, item.detail, field="variant" if named else None))
             return
         self.metrics.choice(item.variant, item.reason)
         waiting = self._waiting.get(work.id)

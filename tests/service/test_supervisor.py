@@ -153,7 +153,7 @@ async def test_a_variant_that_does_not_exist_is_422(bench: Bench) -> None:
     work, _ = bench.work(A, B)
     with pytest.raises(ServiceError, match="does not exist") as caught:
         await bench.supervisor.submit(replace_params(work, variant="step10"))
-    assert (caught.value.code, caught.value.status) == ("unsupported", 422)
+    assert (caught.value.code, caught.value.status, caught.value.field) == ("unsupported", 422, "variant")
 
 
 def replace_params(work: Work, **changes: str) -> Work:
