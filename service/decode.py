@@ -146,11 +146,7 @@ class GemmRequest:
 async def decode(transfer: Transfer, scope: Scope, services: Parts, principal: Owner) -> GemmRequest:
     """Read and check the request. On refusal nothing stays held."""
     arrived = time.monotonic()
-    if transfer.header(b"content-encoding") not in (None, "identity"):
-        raise ServiceError(
-            "unsupported_media_type", "bodies are taken as they are, not encoded", field="content-encoding"
-        )
-    media = (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
+    media = media_of(transfer)
     query: bytes = scope["query_string"]
     decoder = _Decoder(transfer, services, principal.owner, arrived)
     try:
@@ -169,6 +165,27 @@ async def decode(transfer: Transfer, scope: Scope, services: Parts, principal: O
         field="content-type",
         headers={"Accept": f"{JSON}, {SAFETENSORS}, {RAW}"},
     )
+
+
+def media_of(transfer: Transfer) -> str:
+    """The body's media type, without parameters; an encoded body is refused."""
+    if transfer.header(b"content-encoding") not in (None, "identity"):
+        raise ServiceError(
+            "unsupported_media_type", "bodies are taken as they are, not encoded", field="content-encoding"
+        )
+    return (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
+
+
+def require_json(transfer: Transfer) -> None:
+    """Refuse a body that isn't said to be JSON."""
+    media = media_of(transfer)
+    if media != JSON:
+        raise ServiceError(
+            "unsupported_media_type",
+            f"Content-Type {media[:80] or '(none)'} isn't {JSON}",
+            field="content-type",
+            headers={"Accept": JSON},
+        )
 
 
 def parse_query(text: bytes) -> dict[str, str]:

@@ -222,7 +222,7 @@ class Jobs:
         if not step.ended:
             raise ServiceError("conflict", f"step {step_id!r} is {step.state}", retry_after=1.0)
         if step.state != DONE:
-            raise ServiceError("not_found", f"step {step_id!r} was {step.state}, so it has no result")
+            raise ServiceError("not_found", f"step {step_id!r} is {step.state}, so it has no result")
         if step.row.result is None:
             raise ServiceError("not_found", f"the result of step {step_id!r} has expired")
         return self.store.hold_content(step.row.result)

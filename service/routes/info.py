@@ -11,11 +11,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service.batch import PRIORITIES
+from service.decode import JSON, require_json
+from service.errors import ServiceError
+from service.formats import numbers
+from service.model import validate
+from service.reply import send_json
 from service.routes.plain import PlainRoute, plain
+from service.routes.tensors import no_query
 from service.services import Services
 from service.settings import Settings
+from service.transfer import Transfer
 
 router = APIRouter(route_class=PlainRoute, tags=["info"])
+
+#: Longest question: it is read onto the heap.
+_QUESTION_BYTES = 1 << 16
 
 Extent = Annotated[int, Field(ge=0, le=1 << 40)]
 
@@ -77,10 +87,43 @@ async def variants(request: Request) -> dict[str, Any]:
     return answer
 
 
-@router.post("/variants/choose", summary="What would run for a problem", response_model=Choice)
-async def choose(request: Request, question: Question) -> Any:
+async def _choose(scope: Scope, receive: Receive, send: Send) -> None:
+    transfer = Transfer.of(scope, receive, send)
+    no_query(scope)
+    require_json(transfer)
+    question = validate(Question, numbers.loads(await transfer.read_all(_QUESTION_BYTES)))
+    services: Services = scope["app"].state.services
+    try:
+        choice = await services.supervisor.ask("choose", question.model_dump())
+    except ServiceError as error:
+        if error.code == "unsupported" and question.variant != "auto":
+            error.field = "variant"
+        raise
+    await send_json(transfer, choice, [])
+
+
+@router.post(
+    "/variants/choose",
+    summary="What would run for a problem",
+    response_model=Choice,
+    responses={
+        413: {"description": "Larger than a question is"},
+        415: {"description": "The body isn't JSON"},
+        422: {"description": "Parsed but invalid, or a variant that can't run it"},
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                JSON: {"schema": Question.model_json_schema(ref_template="#/components/schemas/{model}")}
+            },
+        },
+    },
+)
+@plain(_choose)
+async def choose() -> None:
     """Each candidate's estimate, the choice, and why not the others. Nothing is computed."""
-    return await services_of(request).supervisor.ask("choose", question.model_dump())
+    raise AssertionError("plain")
 
 
 def limits_of(settings: Settings) -> dict[str, Any]:

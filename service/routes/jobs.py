@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service import download
-from service.decode import JSON
+from service.decode import JSON, require_json
 from service.errors import ServiceError
 from service.jobs import Job, Jobs
 from service.jobs.decode import JobBody
@@ -116,14 +116,7 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
     services, jobs, owner = _parts(scope)
     transfer = Transfer.of(scope, receive, send)
     no_query(scope)
-    media = (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
-    if media != JSON:
-        raise ServiceError(
-            "unsupported_media_type",
-            f"Content-Type {media[:80] or '(none)'} isn't {JSON}",
-            field="content-type",
-            headers={"Accept": JSON},
-        )
+    require_json(transfer)
     services.store.contents.check_room(0)
     with jobs.arriving(owner, _key(transfer)):
         settings = services.settings

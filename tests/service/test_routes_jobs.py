@@ -118,6 +118,7 @@ class TestPost:
             (b'{"steps": []}', {}, 422, "invalid"),
             (b'{"steps": [], "x": 1}', {}, 422, "invalid"),
             (b'{"steps": [{}]}', {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+            (b'{"steps": [{}]}', {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
             (b'{"steps": [{}]}', {"idempotency-key": ""}, 422, "invalid"),
             (b'{"steps": [{}]}', {"idempotency-key": "x" * 256}, 422, "invalid"),
             (b'{"steps": [{"id": "a", "a": [[1]], "b": [[1]], "speed": 1}]}', {}, 422, "invalid"),
