@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.client.device import on_host
 from service.client.tensors import Array, Handle, matrix, tensor
 
 ENDED = frozenset({"done", "failed", "cancelled"})
@@ -97,7 +98,11 @@ def _matrix(value: Any, name: str) -> tuple[dict[str, Any], bool]:
     if reference is not None:
         return reference, False
     wired, turned = matrix(value, name)
-    return {"b64": base64.b64encode(wired.data).decode(), "dtype": wired.dtype, "shape": wired.shape}, turned
+    return {
+        "b64": base64.b64encode(on_host(wired.data)).decode(),
+        "dtype": wired.dtype,
+        "shape": wired.shape,
+    }, turned
 
 
 def _reference(value: Any) -> dict[str, Any] | None:
@@ -110,4 +115,4 @@ def _reference(value: Any) -> dict[str, Any] | None:
 
 def _inline(value: Any, name: str) -> dict[str, Any]:
     wired = tensor(value, name)
-    return {"b64": base64.b64encode(wired.data).decode(), "dtype": wired.dtype, "shape": wired.shape}
+    return {"b64": base64.b64encode(on_host(wired.data)).decode(), "dtype": wired.dtype, "shape": wired.shape}

@@ -12,12 +12,13 @@ import math
 import os
 import socket
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
+from service.client.device import Bytes, OnDevice, nbytes_of, on_host
 from service.client.errors import ConnectionFailed, GemmError
 from service.client.shared import ALIGN, Arrays, Shared
 from service.client.wire import Call, Head, Need, Reply, Waiting
@@ -48,6 +49,9 @@ _GUESS = 1 << 20
 _KEEP = 1 << 28
 _ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 _ROOM = "x-gemm-room"
+_NO_ROOM = 507
+#: Allocations of device memory that a session lends at once; well below what the service takes.
+_MOST_HANDLES = 16
 _RAW = ("content-type", "application/octet-stream")
 
 
@@ -107,6 +111,10 @@ class LocalConnection:
     _staging: Shared | None = None
     _number: int = 0
     _in_place: bool = False
+    #: GPUs of the service's workers.
+    _gpus: tuple[str, ...] = ()
+    #: Numbers of device memory that is lent, by handle, longest unused first.
+    _handles: dict[bytes, int] = field(default_factory=dict)
 
     def close(self) -> None:
         """End the session; the service lets go of what was lent."""
@@ -130,10 +138,19 @@ class LocalConnection:
         yield from self._tidy()
         wanted = room(call.target)
         if wanted is None:
-            wanted = _GUESS if call.into is None else call.into.nbytes
+            wanted = _GUESS if call.into is None else nbytes_of(call.into)
+        elif call.into is not None and nbytes_of(call.into) != wanted:
+            call = replace(call, into=None)  # it doesn't fit, as the sink will say
         answer = yield from self._multiply(call, wanted)
-        if isinstance(answer, Refused) and int(answer.headers.get(_ROOM, "0")) > wanted and call.into is None:
+        if isinstance(answer, Refused) and int(answer.headers.get(_ROOM, "0")) > wanted:
             wanted = int(answer.headers[_ROOM])
+            call = replace(call, into=None)
+            answer = yield from self._multiply(call, wanted)
+        if isinstance(answer, Refused) and answer.status == _NO_ROOM and self._handles:
+            # A worker that can't open device memory refuses it only when a product names it.
+            for handle in list(self._handles):
+                yield from self._unshare(self._handles.pop(handle))
+            self._gpus = ()
             answer = yield from self._multiply(call, wanted)
         if isinstance(answer, Refused):
             return Reply(Head(answer.status, answer.headers), answer.problem)
@@ -146,7 +163,7 @@ class LocalConnection:
         if self._staging is not None and self._staging.nbytes > _KEEP:
             yield from self._unshare(self._staging.number)
             self._drop_staging()
-        return Reply(head, answer.body)
+        return Reply(head, answer.body, in_place=self._in_place)
 
     def greet(self, key: str, instance: str) -> Generator[Need, None, None]:
         """The first packets; ConnectionFailed where another service answers."""
@@ -156,12 +173,13 @@ class LocalConnection:
             raise ConnectionFailed(f"the local socket refuses: {answer.problem.decode()}", sent=False)
         if not isinstance(answer, Welcome) or answer.instance != instance:
             raise ConnectionFailed("another service is behind the local socket", sent=False)
+        self._gpus = answer.devices
 
     # -- a product --------------------------------------------------------------------------------------------
 
     def _multiply(self, call: Call, wanted: int) -> Generator[Need, None, ToClient]:
         """Lend what isn't lent yet, copy what doesn't lie in lent memory, and multiply."""
-        parts = [memoryview(part).cast("B") for part in call.parts if memoryview(part).nbytes]
+        parts = [part for part in call.parts if nbytes_of(part)]
         pieces: list[Piece | None] = []
         for part in parts:
             pieces.append((yield from self._lent(part)))
@@ -170,7 +188,7 @@ class LocalConnection:
             out = yield from self._lent(call.into)
         self._in_place = out is not None
         copied = [part for part, piece in zip(parts, pieces, strict=True) if piece is None]
-        nbytes = sum(-(-part.nbytes // ALIGN) * ALIGN for part in copied)
+        nbytes = sum(-(-nbytes_of(part) // ALIGN) * ALIGN for part in copied)
         staged = yield from self._stage(nbytes + (wanted if out is None else 0))
         at = 0
         if out is None:
@@ -180,7 +198,7 @@ class LocalConnection:
         whole = staged.bytes()
         for index, piece in enumerate(pieces):
             if piece is None:
-                part = parts[index]
+                part = on_host(parts[index])
                 whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
                 pieces[index] = Piece(staged.number, at, part.nbytes)
                 at += -(-part.nbytes // ALIGN) * ALIGN
@@ -191,16 +209,38 @@ class LocalConnection:
         yield from self._send(Multiply(self._number, query, body, out, identity))
         return (yield from self._answer())
 
-    def _lent(self, data: memoryview) -> Generator[Need, None, Piece | None]:
+    def _lent(self, data: Bytes) -> Generator[Need, None, Piece | None]:
         """The piece that bytes in a lent array are; None for other memory, and where no more may be lent."""
-        spot = self.arrays.find(data)
+        if isinstance(data, OnDevice):
+            return (yield from self._lent_device(data))
+        spot = self.arrays.find(memoryview(data))
         if spot is None:
             return None
         if spot.number not in self._shared:
             answer = yield from self._share(spot.number, spot.descriptor)
             if isinstance(answer, Refused):
                 return None
-        return Piece(spot.number, spot.offset, data.nbytes)
+        return Piece(spot.number, spot.offset, memoryview(data).nbytes)
+
+    def _lent_device(self, data: OnDevice) -> Generator[Need, None, Piece | None]:
+        """The same of device memory: a service that computes on this very GPU, and no other, takes it."""
+        if not data.nbytes or not self._gpus or set(self._gpus) != {data.uuid}:
+            return None
+        lent = data.lend()
+        if lent is None or lent.offset % ALIGN:
+            return None
+        number = self._handles.pop(lent.handle, 0)
+        if not number:
+            while len(self._handles) >= _MOST_HANDLES:
+                yield from self._unshare(self._handles.pop(next(iter(self._handles))))
+            number = next(Shared.numbers)
+            self._number += 1
+            yield from self._send(Share(self._number, number, lent.allocation, lent.handle))
+            if isinstance((yield from self._answer()), Refused):
+                return None
+            self._shared.add(number)
+        self._handles[lent.handle] = number
+        return Piece(number, lent.offset, data.nbytes)
 
     def _stage(self, nbytes: int) -> Generator[Need, None, Shared]:
         """Memory of the connection's own, of at least `nbytes`."""
@@ -233,8 +273,8 @@ class LocalConnection:
 
     def _tidy(self) -> Generator[Need, None, None]:
         """Take back what is gone here."""
-        own = self._staging.number if self._staging is not None else 0
-        for number in [one for one in self._shared if one != own and one not in self.arrays.numbers]:
+        own = {self._staging.number if self._staging is not None else 0, *self._handles.values()}
+        for number in self._shared - own - self.arrays.numbers:
             yield from self._unshare(number)
 
     def _drop_staging(self) -> None:
@@ -309,4 +349,4 @@ def _connect(sock: socket.socket, path: str) -> None:
 def _with_empty(pieces: list[Piece], call: Call) -> tuple[Piece, ...]:
     """The body's pieces, those of empty operands among them."""
     left = iter(pieces)
-    return tuple(next(left) if memoryview(part).nbytes else Piece(0, 0, 0) for part in call.parts)
+    return tuple(next(left) if nbytes_of(part) else Piece(0, 0, 0) for part in call.parts)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from service.client import jobs, tensors
+from service.client.device import Bytes, OnDevice
 from service.client.errors import ConnectionFailed, GemmError, JobFailed, TimedOut, refusal
 from service.client.jobs import Job, Step
 from service.client.tensors import Array, Handle, Tensor
@@ -156,6 +157,7 @@ class Operations:
             told = json.loads(reply.body)
             return _result(reply, None, _kept(told))
         if out is not None:
+            place.deliver(reply)
             return _result(reply, out, None)
         array = place.array if place.array is not None else _late(reply)
         like = next((value for value in (a, b, c, bias) if tensors.is_torch(value)), None)
@@ -194,6 +196,7 @@ class Operations:
             headers.append(("if-match", f'"{if_match}"'))
         if not replace:
             headers.append(("if-none-match", "*"))
+        data: Bytes
         if isinstance(value, Path):
             data, media = _file(value)
         else:
@@ -251,6 +254,7 @@ class Operations:
         call = Call("GET", target, (("accept", RAW),), (), place.take)
         reply = yield from attempt(call, self._retries, deadline)
         if out is not None:
+            place.deliver(reply)
             return out
         array = place.array if place.array is not None else _late(reply)
         return array if torch_like is None else tensors.as_torch(array, torch_like)
@@ -327,9 +331,15 @@ class _Place:
         dtype, shape = head.headers.get("x-gemm-dtype", ""), _parse_shape(head.headers["x-gemm-shape"])
         if self.given is not None:
             tensors.check_target(self.given, dtype, shape)
-            return self.given.data
+            if isinstance(self.given.data, memoryview):
+                return self.given.data
         self.array, view = tensors.empty(dtype, shape)
         return view
+
+    def deliver(self, reply: Reply) -> None:
+        """Bring a result that came to this process's memory to where it was wanted."""
+        if self.given is not None and isinstance(self.given.data, OnDevice) and not reply.in_place:
+            self.given.data.fill(self.array if self.array is not None else _late(reply))
 
 
 def _late(reply: Reply) -> Array:
@@ -346,7 +356,7 @@ def _late(reply: Reply) -> Array:
 
 def _operands(
     a: Any, b: Any, c: Any, bias: Any, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[memoryview]]:
+) -> tuple[dict[str, Any], list[Bytes]]:
     """Query fields and body of a raw request."""
     query: dict[str, Any] = {name: _text(value) for name, value in options.items() if value is not None}
     sent: dict[str, Tensor] = {}

@@ -29,10 +29,10 @@ ALIGN = 256
 class Shared:
     """One memfd and its mapping. `number` is unique in this process."""
 
-    _numbers = itertools.count(1)
+    numbers = itertools.count(1)
 
     def __init__(self, nbytes: int) -> None:
-        self.number = next(self._numbers)
+        self.number = next(self.numbers)
         self.nbytes = max(nbytes, 1)
         self.descriptor = os.memfd_create("gemm-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

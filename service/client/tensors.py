@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from service.client.device import OnDevice
 from service.client.errors import GemmError
 
 Array = Any
@@ -44,7 +45,7 @@ class Tensor:
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    data: memoryview | OnDevice
 
 
 def is_torch(value: object) -> bool:
@@ -54,6 +55,9 @@ def is_torch(value: object) -> bool:
 
 def tensor(value: Array, name: str) -> Tensor:
     """An array as it is sent; `name` is for complaints."""
+    if _on_gpu(value):
+        kind = _torch_name(value, name)
+        return Tensor(kind, tuple(value.shape), OnDevice(value.detach().contiguous()))
     array = _numpy(value, name)
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
@@ -62,6 +66,9 @@ def tensor(value: Array, name: str) -> Tensor:
 
 def matrix(value: Array, name: str) -> tuple[Tensor, bool]:
     """A matrix or a batch of them, and whether it is sent transposed because it lies so in memory."""
+    if _on_gpu(value):
+        turned = value.dim() >= 2 and not value.is_contiguous() and value.mT.is_contiguous()
+        return tensor(value.mT if turned else value, name), turned
     array = _numpy(value, name)
     if array.ndim >= 2 and not array.flags.c_contiguous:
         turned = array.swapaxes(-1, -2)
@@ -72,6 +79,10 @@ def matrix(value: Array, name: str) -> tuple[Tensor, bool]:
 
 def target(out: Array) -> Tensor:
     """An array that a result is to be written into."""
+    if _on_gpu(out):
+        if not out.is_contiguous():
+            raise ValueError("out must be C-contiguous and writable")
+        return Tensor(_torch_name(out, "out"), tuple(out.shape), OnDevice(out.detach()))
     array = _numpy_of_torch(out) if is_torch(out) else out
     if not isinstance(array, np.ndarray):
         raise TypeError(f"out must be a numpy array or a torch tensor, not {type(out).__name__}")
@@ -105,6 +116,18 @@ def as_torch(array: np.ndarray[Any, Any], like: Array) -> Array:
     else:
         made = torch.from_numpy(array)
     return made.to(like.device)
+
+
+def _on_gpu(value: object) -> bool:
+    return is_torch(value) and bool(getattr(value, "is_cuda", False))
+
+
+def _torch_name(value: Array, name: str) -> str:
+    known = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+    kind = str(value.dtype).removeprefix("torch.")
+    if kind not in known:
+        raise TypeError(f"{name} has dtype {kind}; convert it to one of {', '.join(known)}")
+    return known[kind]
 
 
 def _numpy(value: Array, name: str) -> np.ndarray[Any, Any]:

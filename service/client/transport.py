@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from service.client.device import OnDevice
 from service.client.errors import ConnectionFailed, TimedOut
 from service.client.local import WORTH, CannotLend, Place, open_session, product
 from service.client.shared import Arrays
@@ -315,7 +316,9 @@ class _Paths:
         if call.nbytes >= WORTH:
             return True
         views = [*call.parts, *([call.into] if call.into is not None else [])]
-        return any(self.arrays.find(memoryview(view)) is not None for view in views)
+        return any(
+            isinstance(view, OnDevice) or self.arrays.find(memoryview(view)) is not None for view in views
+        )
 
     def told(self, reply: Reply) -> None:
         """What the service says about itself."""

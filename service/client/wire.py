@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from service.client.device import Bytes, OnDevice, nbytes_of, on_host
 from service.client.errors import ConnectionFailed, GemmError
 
 _BUFFER = 65536
@@ -54,24 +55,25 @@ class Call:
     method: str
     target: str
     headers: tuple[tuple[str, str], ...] = ()
-    parts: tuple[bytes | memoryview, ...] = ()
+    parts: tuple[Bytes, ...] = ()
     sink: Sink | None = None
     idempotent: bool = True
-    into: memoryview | None = None
+    into: memoryview | OnDevice | None = None
 
     @property
     def nbytes(self) -> int:
         """Length of the body."""
-        return sum(memoryview(part).nbytes for part in self.parts)
+        return sum(map(nbytes_of, self.parts))
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came back. `body` is empty where a sink took it."""
+    """What came back. `body` is empty where a sink took it; `in_place`: the result is where the caller wants it."""
 
     head: Head
     body: bytes = b""
     reusable: bool = True
+    in_place: bool = False
 
     @property
     def status(self) -> int:
@@ -103,7 +105,7 @@ class Connection:
         self._have = self._at = 0
         self.answered = False
         self.used += 1
-        whole = yield from self._send([_head(call, authority, headers), *call.parts])
+        whole = yield from self._send([_head(call, authority, headers), *map(on_host, call.parts)])
         while True:
             head, version = yield from self._receive_head()
             if head.status >= 200:

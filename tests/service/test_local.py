@@ -192,6 +192,16 @@ def test_a_result_of_unknown_size_gets_its_room(client: Client) -> None:
     assert close(d, tall.astype("f8") @ wide)
 
 
+def test_an_out_that_does_not_fit_is_a_value_error(client: Client) -> None:
+    client.put("local-fits", B)
+    for shape in ((SIDE, SIDE - 1), (SIDE // 2, 2 * SIDE), (2 * SIDE, SIDE), (1, 1)):
+        for out in (np.zeros(shape, np.float32), client.empty(shape)):
+            for b in (B, "local-fits"):
+                with pytest.raises(ValueError, match="the result is fp32 of shape"):
+                    client.gemm(A, b, out=out)
+    assert close(client.gemm(A, B, out=client.empty((SIDE, SIDE))))
+
+
 def test_empty_products(client: Client) -> None:
     a = client.empty((SIDE, 0))
     assert client.gemm(a, client.empty((0, 5))).tolist() == np.zeros((SIDE, 5)).tolist()

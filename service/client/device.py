@@ -1,0 +1,79 @@
+"""Arrays in a GPU's memory: receives torch tensors, hands on their bytes, lent by a CUDA IPC handle or brought here.
+
+A service that computes on the same GPU reads and writes them where they are. Everyone else gets a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from service import ipc
+
+
+class Lent(NamedTuple):
+    """Device memory to be lent: the allocation's handle and size, and where in it the bytes begin."""
+
+    handle: bytes
+    allocation: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """The bytes of a contiguous torch tensor on a GPU."""
+
+    value: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Their number."""
+        return int(self.value.numel() * self.value.element_size())
+
+    @property
+    def uuid(self) -> str:
+        """The GPU's, as the service tells it."""
+        import torch
+
+        return str(torch.cuda.get_device_properties(self.value.device).uuid)
+
+    def lend(self) -> Lent | None:
+        """A handle, once all that is queued on the tensor's stream is done; None for memory that can't be lent."""
+        import torch
+
+        with torch.cuda.device(self.value.device):
+            torch.cuda.current_stream().synchronize()
+            try:
+                found = ipc.export(self.value.data_ptr())
+            except ipc.IpcError:  # such as torch's expandable segments
+                return None
+        return Lent(found.handle, found.nbytes, found.offset)
+
+    def host(self) -> memoryview:
+        """A copy in host memory."""
+        import torch
+
+        whole = self.value.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+        return whole.data if whole.size else memoryview(b"")
+
+    def fill(self, array: np.ndarray[Any, Any]) -> None:
+        """Copy an array of the same bytes into it."""
+        import torch
+
+        source = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        self.value.detach().view(-1).view(torch.uint8).copy_(source)
+
+
+Bytes = bytes | memoryview | OnDevice
+
+
+def nbytes_of(data: Bytes) -> int:
+    """How many bytes, without a copy."""
+    return data.nbytes if isinstance(data, OnDevice) else memoryview(data).nbytes
+
+
+def on_host(data: Bytes) -> memoryview:
+    """Bytes that a socket takes."""
+    return data.host() if isinstance(data, OnDevice) else memoryview(data).cast("B")

@@ -1,0 +1,89 @@
+"""Arrays on a GPU: what happens to them where they can't be lent, and, on a GPU, that they are used in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.client import Client
+from service.client.device import OnDevice
+from service.client.transport import BestTransport
+from service.client.wire import Call
+from tests.service.real import Service, running
+
+torch: Any = pytest.importorskip("torch")
+SIDE = 300
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running(tmp_path_factory.mktemp("device")) as one:
+        yield one.ready()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_cannot_be_lent_is_copied(service: Service, local: bool) -> None:
+    """Host tensors stand in for a GPU's: a service on a CPU takes a copy, whichever way it comes."""
+    a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float32)
+    d = torch.zeros(SIDE, SIDE)
+    query = f"a_shape={SIDE}x{SIDE}&b_shape={SIDE}x{SIDE}&dtype=fp32"
+    headers = (("content-type", "application/octet-stream"), ("accept", "application/octet-stream"))
+    taken = np.zeros((SIDE, SIDE), np.float32)
+    call = Call(
+        "POST", f"/gemm?{query}", headers, (OnDevice(a), OnDevice(b)), lambda head: taken.reshape(-1).view("u1").data,
+        into=OnDevice(d),
+    )  # fmt: skip
+    assert call.nbytes == 2 * a.numel() * 4
+    with Client(service.url, local=local) as client:
+        reply = client._transport.send(call, time.monotonic() + 60)
+        assert isinstance(client._transport, BestTransport) is local
+    assert reply.status == 200
+    assert not reply.in_place
+    assert np.allclose(taken, a.numpy() @ b.numpy(), atol=1e-3)
+    OnDevice(d).fill(taken)
+    assert np.array_equal(d.numpy(), taken)
+
+
+def test_halves_and_empty_tensors_become_bytes() -> None:
+    half = torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16)
+    assert bytes(OnDevice(half).host()) == b"\xc0\x3f\x00\xc0"
+    assert OnDevice(half).nbytes == 4
+    assert OnDevice(torch.zeros(0, 3)).host().nbytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_operands_and_d_stay_on_the_gpu(tmp_path: Path) -> None:
+    """Two processes: this one's tensors, opened by the service's worker through their IPC handles."""
+    with running(tmp_path, "--device", "cuda") as one, Client(one.ready().url) as client:
+        a = torch.randn(1024, 2048, device="cuda").half()
+        b = torch.randn(2048, 512, device="cuda").half()
+        d = torch.full((1024, 512), float("nan"), device="cuda", dtype=torch.float16)
+        want = a.double() @ b.double()
+        for _ in range(3):
+            d.fill_(float("nan"))
+            assert client.gemm(a, b, out=d) is d
+            torch.testing.assert_close(d.double(), want, rtol=1e-2, atol=0.5)
+        # What this process writes is what the service reads: there is no copy in between.
+        a *= 2
+        client.gemm(a, b, out=d)
+        torch.testing.assert_close(d.double(), 2 * want, rtol=1e-2, atol=1.0)
+        connection = client._transport._near._idle[-1]  # type: ignore[attr-defined]
+        assert connection._handles
+        assert connection._staging.nbytes <= 1 << 20
+        assert one.metric("gemm_local_bytes") > 0
+        turned = client.gemm(a, torch.randn(512, 2048, device="cuda").half().T)
+        assert turned.is_cuda
+        seconds = []
+        for _ in range(200):
+            began = time.perf_counter()
+            client.gemm(a, b, out=d)
+            seconds.append(time.perf_counter() - began)
+        print(f"a product by IPC takes {np.median(seconds) * 1e6:.0f} µs")
+    # The worker has gone with its mappings; the memory is this process's as before.
+    assert torch.isfinite(d).all()
