@@ -106,7 +106,10 @@ def _stack_key(work: Work) -> tuple[object, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one batch: requests, rows of a stack, and estimated seconds of a group."""
+    """Bounds of one batch: requests, rows of a stack, and estimated seconds of a group.
+
+    The last also bounds what a stack takes along of lower priority than its head's.
+    """
 
     requests: int = 64
     rows: int = 16384
@@ -205,14 +208,23 @@ class Queue:
 
     def _stack(self, head: Work) -> list[Work]:
         assert head.stack_key is not None
-        works, rows = [head], head.rows
+        if head.retries:
+            return [head]
+        works, rows, spare = [head], head.rows, self.limits.group_seconds
         for work in self._stacks[head.stack_key].values():
             if len(works) >= self.limits.requests:
                 break
-            if work is not head and not work.retries and rows + work.rows <= self.limits.rows:
-                works.append(work)
-                rows += work.rows
-        return works if not head.retries else [head]
+            if work is head or work.retries or rows + work.rows > self.limits.rows:
+                continue
+            if (
+                work.priority != head.priority
+            ):  # lower: it may come along only where the head hardly waits for it
+                if work.seconds > spare:
+                    continue
+                spare -= work.seconds
+            works.append(work)
+            rows += work.rows
+        return works
 
     def _group(self, head: Work) -> list[Work]:
         works: list[Work] = []

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from service.batch import Limits, Queue, Work
+from service.batch import Limits, Queue, Taken, Work
 from service.messages import Params
 from tests.service.works import work
 
@@ -78,6 +78,19 @@ def test_a_group_is_bounded_in_estimated_time_but_never_empty() -> None:
     assert [len(taken.works) for taken in iter(queue.take, None)] == [1, 1, 1, 1]
     queue = filled(*(work(seconds=0.001) for _ in range(7)), limits=Limits(group_seconds=0.005))
     assert [len(taken.works) for taken in iter(queue.take, None)] == [5, 2]
+
+
+def test_a_stack_takes_little_of_lower_priority_along() -> None:
+    queue = Queue(Limits(group_seconds=0.005))
+    high = work(b="ann/w@1", priority=1, seconds=1.0)
+    equal = work(b="ann/w@1", priority=1, seconds=1.0)
+    long = work(b="ann/w@1", priority=5, seconds=0.01)
+    short = [work(b="ann/w@1", priority=5, seconds=0.002) for _ in range(3)]
+    for each in (long, *short, equal, high):
+        queue.put(each)
+    assert queue.take() == Taken((equal, *short[:2], high), stacked=True)
+    assert queue.take() == Taken((long, short[2]), stacked=True)
+    assert queue.depth == 0
 
 
 def test_the_highest_priority_goes_first_then_the_oldest() -> None:
