@@ -47,6 +47,11 @@ class Outcome:
     compute_seconds: float
     batched: int
 
+    def stages(self, spent: float) -> dict[str, float]:
+        """The `spent` seconds of one who submitted it, by stage word: for the log and for traces."""
+        link = max(0.0, spent - self.queue_seconds - self.compute_seconds)
+        return {"batch": self.queue_seconds, "link": link, "kernel": self.compute_seconds}
+
 
 @dataclass(slots=True)
 class _Waiting:

@@ -101,7 +101,7 @@ async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
         if not transfer.started or request.out_handle is not None:
             request.out.release()
     ended = time.perf_counter()
-    stages |= {"decode": decoded - started, "kernel": computed - decoded, "reply": ended - computed}
+    stages |= {"decode": decoded - started, **outcome.stages(computed - decoded), "reply": ended - computed}
     services.metrics.took("decode", decoded - started)
     services.metrics.took("reply", ended - computed)
 

@@ -119,7 +119,11 @@ async def _answer(services: Services, model: Model, transfer: Transfer) -> Times
         if not transfer.started:
             request.out.release()
     ended = time.perf_counter()
-    state["stages"] |= {"decode": decoded - started, "kernel": computed - decoded, "reply": ended - computed}
+    state["stages"] |= {
+        "decode": decoded - started,
+        **outcome.stages(computed - decoded),
+        "reply": ended - computed,
+    }
     services.metrics.took("decode", decoded - started)
     services.metrics.took("reply", ended - computed)
     return Times(

@@ -204,3 +204,9 @@ async def test_two_workers_share_the_work_and_one_that_dies_takes_only_itself_ou
     assert 'worker="1"' in text
     await bench.supervisor.drain(10)
     bench.arena.close()
+
+
+def test_an_outcome_tells_its_time_by_stage_word() -> None:
+    outcome = Outcome("reference-numpy", "only", "why", 0.25, 0.5, 1)
+    assert outcome.stages(1.0) == {"batch": 0.25, "link": 0.25, "kernel": 0.5}
+    assert outcome.stages(0.7)["link"] == 0  # a stack's seconds are those of the batch
