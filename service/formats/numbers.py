@@ -10,6 +10,7 @@ import binascii
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,9 @@ PIECE = 16384
 
 _decoder = msgspec.json.Decoder()
 
+#: An escape that may be half of a pair.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
 
 def loads(text: bytes | bytearray | memoryview) -> Any:
     """A JSON document, bare NaN, Infinity and numbers beyond fp64 included."""
@@ -36,7 +40,11 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
         pass
     # The strict parser knows neither bare NaN nor 1e999; the standard one does, at a third of the speed.
     try:
-        return json.loads(bytes(text), parse_int=_whole)
+        whole = bytes(text)
+        document = json.loads(whole.decode("utf-8-sig"), parse_int=_whole)
+        if _SURROGATE.search(whole):  # a half of a pair alone is no text: no reply or log could carry it
+            json.dumps(document, ensure_ascii=False).encode()
+        return document
     except (ValueError, RecursionError) as error:
         detail = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise ServiceError("malformed", f"the body isn't JSON: {detail}", field="body") from None

@@ -337,6 +337,15 @@ def test_json_that_cannot_be_parsed_is_400() -> None:
         refused("malformed", numbers.loads, text)
 
 
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    """It could be neither echoed in a reply nor logged."""
+    for text in (b'"\\ud800"', b'["\\uDFFF", NaN]', b'{"\\uDead": 1}', b'"\\ude00\\ud83d"'):
+        refused("malformed", numbers.loads, text)
+        refused("malformed", numbers.loads, text.decode().encode("utf-16"))
+    assert numbers.loads(b'["\\ud83d\\uDE00", 1e999]') == ["\U0001f600", math.inf]
+    assert numbers.loads(b'"\\ud83d\\uDE00"') == "\U0001f600"
+
+
 def test_base64_holds_exactly_its_shape() -> None:
     array = values((2, 3), "bf16")
     import base64
