@@ -136,6 +136,7 @@ class Operations:
         deadline: float,
     ) -> Operation[Result]:
         """D, as raw bytes both ways."""
+        a, b, c, bias = map(tensors.adopt, (a, b, c, bias))
         query, parts = _operands(a, b, c, bias, options)
         keep = out if isinstance(out, Handle) else None
         place = _Place(tensors.target(out) if out is not None and keep is None else None)
@@ -200,7 +201,7 @@ class Operations:
         if isinstance(value, Path):
             data, media = _file(value)
         else:
-            wired = tensors.tensor(value, "the array")
+            wired = tensors.tensor(tensors.adopt(value), "the array")
             data, media = wired.data, RAW
             query |= {"dtype": wired.dtype, "shape": _shape(wired.shape)}
         headers.append(("content-type", media))

@@ -27,6 +27,9 @@ NAMES: dict[np.dtype[Any], str] = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
+_DLPACK_CUDA = 2  # kDLCUDA
+
+
 @dataclass(frozen=True, slots=True)
 class Handle:
     """A matrix that the service keeps. `name` is enough to use it; the rest is what the service told."""
@@ -51,6 +54,24 @@ class Tensor:
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor; torch isn't imported to find out."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def adopt(value: Any) -> Any:
+    """An array of another library (CuPy, JAX, …) as numpy's or, on a GPU, as torch's, over the same memory by DLPack.
+
+    What is returned to the caller are numpy arrays or torch tensors, which those libraries take over the same way.
+    """
+    if isinstance(value, np.ndarray) or is_torch(value) or not hasattr(value, "__dlpack_device__"):
+        return value
+    kind = int(value.__dlpack_device__()[0])
+    if kind == _DLPACK_CUDA:
+        from torch.utils.dlpack import from_dlpack
+
+        return from_dlpack(value)
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError):  # types that numpy's DLPack lacks, such as bfloat16
+        return np.asarray(value)
 
 
 def tensor(value: Array, name: str) -> Tensor:
@@ -79,6 +100,7 @@ def matrix(value: Array, name: str) -> tuple[Tensor, bool]:
 
 def target(out: Array) -> Tensor:
     """An array that a result is to be written into."""
+    out = adopt(out)
     if _on_gpu(out):
         if not out.is_contiguous():
             raise ValueError("out must be C-contiguous and writable")

@@ -86,7 +86,11 @@ class Lent:
             pointer, nbytes = ipc.open_handle(handle)
         except ipc.IpcError as error:
             raise ValueError(str(error)) from None
-        opened = _Opened(pointer, self._torch.as_tensor(_Pointer(pointer, nbytes), device="cuda"))
+        try:
+            opened = _Opened(pointer, self._torch.as_tensor(_Pointer(pointer, nbytes), device="cuda"))
+        except (RuntimeError, TypeError) as error:
+            ipc.close_handle(pointer)
+            raise ValueError(f"the memory can't be used: {error}") from None
         self._opened[handle] = opened
         if opened.data.device.index != self._index:
             self._close(handle)

@@ -56,6 +56,36 @@ def test_halves_and_empty_tensors_become_bytes() -> None:
     assert OnDevice(torch.zeros(0, 3)).host().nbytes == 0
 
 
+class Other:
+    """An array of some other library: nothing but DLPack is known of it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._value.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._value.__dlpack_device__()
+        return device
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_dlpack_in_and_out(service: Service, make: Any) -> None:
+    a = np.arange(12, dtype=np.float32).reshape(3, 4)
+    b = np.ones((4, 2), np.float32)
+    d = np.zeros((3, 2), np.float32)
+    with Client(service.url) as client:
+        made = client.gemm(Other(make(a)), Other(make(b)), c=Other(make(np.full((3, 2), 2, np.float32))))
+        out = Other(make(d))
+        assert client.gemm(Other(make(a)), b, out=out) is out
+        client.put("dlpack", Other(make(b)))
+        assert np.array_equal(client.get("dlpack"), b)
+    assert np.array_equal(made, a @ b + 2)
+    assert np.array_equal(d, a @ b)
+    assert np.array_equal(torch.from_dlpack(made).numpy(), made)
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_operands_and_d_stay_on_the_gpu(tmp_path: Path) -> None:
