@@ -70,6 +70,7 @@ def _run(path: Path, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as dump:
         environment = os.environ | {
             "CUTE_DSL_ARCH": arch, "CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": dump, "CUTE_DSL_LINEINFO": "1",
+            "CUTE_DSL_ENABLE_TVM_FFI": "1",
             "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = [sys.executable, "-m", "kernels.virtual.examples", ".", "--inside", str(path)]
@@ -103,6 +104,7 @@ def run_inside(path: Path) -> int:
 
     hosts.prepare()
     _fake_cuda()
+    _fake_driver()
     _Everything().install(hosts.host())
     sys.argv = [str(path), *next((a for key, a in _ARGUMENTS.items() if key in str(path)), [])]
     sys.path.insert(0, str(path.parent))
@@ -193,6 +195,7 @@ def _fake_cuda() -> None:
     cuda.Stream = stream
     cuda.current_stream = lambda *_, **__: stream()
     cuda.init = lambda: None
+    cuda.CUDAGraph = type("CUDAGraph", (), {})  # scripts only name it, for timing that isn't asked for
     tensor: Any = torch.Tensor
     plain_to = tensor.to
     tensor.to = lambda self, *a, **k: plain_to(
@@ -204,6 +207,16 @@ def _fake_cuda() -> None:
     )
     for name in [*names.split(), "eye", "linspace", "randperm", "full_like", "randn_like"]:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
+
+
+def _fake_driver() -> None:
+    """Scripts ask the driver whether there is a device."""
+    from cuda.bindings import driver
+
+    fine = driver.CUresult.CUDA_SUCCESS
+    driver.cuInit = lambda *_: (fine,)
+    driver.cuDeviceGetCount = lambda: (fine, 1)
+    driver.cuDeviceGet = lambda n: (fine, n)
 
 
 def _on_cpu(value: Any) -> Any:

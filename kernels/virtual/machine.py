@@ -285,7 +285,7 @@ class Machine:
         self._check_memory()
         for reader, load in self.program.unwaited[:1]:
             text = f"{_where(reader)} reads what {_where(load)} loads, without tcgen05.wait::ld between"
-            self.find("tensor memory", text)
+            self.lints[text] = Finding("at", text)
         cgrid = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
         self.pending = deque(
             (x, y, z) for z in range(cgrid[2]) for y in range(cgrid[1]) for x in range(cgrid[0])

@@ -239,6 +239,8 @@ def fate(subject: Any, case: Any, mutant: Mutant, seed: int = 3) -> Fate:
                 options=options,
             )
             killer = report.faults[0].kind if not report.ok else ""
+            if not killer and any("wait::ld" in lint.text for lint in report.lints):
+                killer = "lint"  # the originals have none
             if not killer and not check(case.problem, given.d, given.a, given.b).ok:
                 killer = "wrong result"
         except PtxError as error:

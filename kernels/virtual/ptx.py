@@ -237,7 +237,7 @@ def _memory(tokens: _Tokens, rename: dict[str, str]) -> Mem:
     return Mem(base, offset, tuple(rest))
 
 
-_GUARD = re.compile(r"@(!?)(%[\w$]+)\s+")
+_GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+")
 _LABEL = re.compile(r"\s*([A-Za-z_$][\w$]*):(?!:)\s*")
 _REG_DECL = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _VARIABLE = re.compile(

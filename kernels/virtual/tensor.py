@@ -180,6 +180,11 @@ class TensorMixin:
         if detector is None:
             return
         warp = self.warp
+        if self.machine.program.unwaited:  # a lint; the compiler is taken to wait before the first use
+            number = detector.access(warp.node, self.at, False, str(warp), self.where())
+            place = (slice(low // 16, high // 16), slice(column, column + columns))
+            (detector.write if write else detector.read)(self.cta.tmem_shadow(), place, number, warp.clock)
+            return
         if not warp.tc_reads:
             warp.tc_reads = 1 << detector.node()
         node = warp.tc_reads.bit_length() - 1
@@ -222,10 +227,21 @@ class TensorMixin:
         return [m for m in members if m is not None]
 
     def tc_mma(
-        self, kind: str, d: Any, a: Any, b: Any, idesc: Any, enable: Any, pair: int, a_in_tmem: bool
+        self,
+        kind: str,
+        d: Any,
+        a: Any,
+        b: Any,
+        idesc: Any,
+        enable: Any,
+        pair: int,
+        a_in_tmem: bool,
+        disabled: tuple[Any, ...] = (),
     ) -> None:
         """tcgen05.mma: D = A·Bᵀ (+ D), operands in shared memory (A also in tensor memory)."""
         d, a, b, idesc, accumulate = (self._one(v) for v in (d, a, b, idesc, enable))
+        if any(self._one(mask) for mask in disabled):
+            raise self.fault("protocol", "an MMA that leaves out lanes is not modelled")
         issue, key = self._queue("tcgen05.mma")
         ctas = self._ctas(pair)
         m, n = (idesc >> 24 & 31) << 4, (idesc >> 17 & 63) << 3

@@ -43,16 +43,22 @@ def _mma(e: Emit, i: Instr) -> None:
     kind = next((p for p in ("f16", "tf32", "f8f6f4", "i8") if p in i.parts), None)
     plain = {"tcgen05", "mma", "cta_group", "1", "2", "kind", "f16", "tf32", "collector", "a"}
     plain |= {"discard", "fill", "use", "lastuse", "f8f6f4"}
-    if kind is None or not set(i.parts) <= plain or len(i.args) > 6 or e.guard_vec:
+    if kind is None or not set(i.parts) <= plain or e.guard_vec:
         raise Unknown(i)
-    d, a, b, idesc, enable = i.args[:5]
-    if isinstance(enable, Vec) or len(i.args) > 5:
-        raise Unknown(i, "disable-output-lane and scale operands")
+    d, a, b, idesc, *rest = i.args
+    disabled: tuple[Operand, ...] = ()
+    if isinstance(rest[0], Vec):
+        disabled = rest[0].items
+        rest = rest[1:]
+    if len(rest) != 1:
+        raise Unknown(i, "a scale of D")
+    enable = rest[0]
+    masks = "(" + "".join(f"{e.u(x, 32)}, " for x in disabled) + ")"
     from_tmem = isinstance(a, Mem)
     a_text = address(e, a) if from_tmem else e.u(a, 64)
     e.line(
         f"w.tc_mma({kind!r}, {address(e, d)}, {a_text}, {e.u(b, 64)}, {e.u(idesc, 32)}, {e.u(enable, 1)}, "
-        f"{_pair(i)}, {from_tmem})"
+        f"{_pair(i)}, {from_tmem}, {masks})"
     )
 
 

@@ -178,6 +178,17 @@ def test_divergent_branches_meet_again() -> None:
     np.testing.assert_array_equal(each_lane(code), np.where(lane > 15, lane + 1001, lane % 8 * 10 + 1))
 
 
+def test_scopes_have_labels_and_registers_of_their_own() -> None:
+    """As inline assembly writes loops, twice with the same names."""
+    loop = """
+    { .reg .pred P1; .reg .b32 count; mov.b32 count, 0;
+    AGAIN: add.s32 count, count, 1; setp.eq.u32 P1, count, @N@; @P1 bra.uni DONE; bra.uni AGAIN;
+    DONE: add.s32 %r31, %r31, count; }
+    """
+    code = "mov.b32 %r31, 0;" + loop.replace("@N@", "3") + loop.replace("@N@", "4")
+    np.testing.assert_array_equal(each_lane(code), 7)
+
+
 def test_unknown_instructions_are_named_with_their_line() -> None:
     text = module("mov.b32 %r1, 0;\nvset4.u32.u32.eq %r2, %r1, %r1, %r1;", 1)
     with pytest.raises(Unknown, match=r"vset4.u32.u32.eq at PTX line \d+"):

@@ -187,5 +187,5 @@ def test_registers_are_not_read_before_the_wait_of_their_load() -> None:
     wait = "tcgen05.wait::ld.sync.aligned;"
     good(execute(body.replace("@WAIT@", wait), np.zeros(1, np.uint32)))
     run = execute(body.replace("@WAIT@", ""), np.zeros(1, np.uint32))
-    assert "tensor memory" in kinds(run)
-    assert "without tcgen05.wait::ld" in str(run.findings[0])
+    good(run)  # a lint: published kernels leave it to the compiler
+    assert "without tcgen05.wait::ld" in str(run.lints[0])
