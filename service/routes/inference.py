@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from service.decode import Operands
@@ -62,6 +63,8 @@ def route(method: str, path: str, summary: str, application: PlainApp, **options
     endpoint.plain = application  # type: ignore[attr-defined]
     words = path.replace("{", "").replace("}", "").strip("/").split("/")
     name = "_".join(["v2", *words, method.lower()])
+    # Routes that say what their 200 means say all by it: it is empty.
+    options["response_class"] = Response if "responses" in options else JSONResponse
     options.setdefault("responses", {200: {"content": {_JSON: {}}}})
     extra = options.setdefault("openapi_extra", {})
     extra["parameters"] = [
@@ -251,6 +254,7 @@ def _unregister(kind: str) -> PlainApp:
     return unregister
 
 
+_DONE = {200: {"description": "Done"}}
 _NOT_NOW = {200: {"description": "Yes"}, 503: {"description": "Not now"}}
 route("GET", "/health/live", "The front answers", _empty, responses={200: {"description": "Yes"}})
 route("GET", "/health/ready", "A worker takes work", _ready, responses=_NOT_NOW)
@@ -263,13 +267,29 @@ for _path in ("/models/{model}", "/models/{model}/versions/{version}"):
     route("GET", f"{_path}/stats", "A model's statistics", _statistics)
     route("POST", f"{_path}/infer", "A product", _infer, openapi_extra=dict(_INFER))
 route("POST", "/repository/index", "All models and their state", _index)
-route("POST", "/repository/models/{model}/load", "Take requests for a model (scope admin)", _load)
-route("POST", "/repository/models/{model}/unload", "Take no requests for a model (scope admin)", _unload)
+route(
+    "POST",
+    "/repository/models/{model}/load",
+    "Take requests for a model (scope admin)",
+    _load,
+    responses=_DONE,
+)
+route(
+    "POST",
+    "/repository/models/{model}/unload",
+    "Take no requests for a model (scope admin)",
+    _unload,
+    responses=_DONE,
+)
 for _kind in (system_memory.KIND, cuda_memory.KIND):
     _at = f"/{_kind}sharedmemory"
     _one = f"{_at}/region/{{region}}"
     route("GET", f"{_at}/status", f"All {_kind} shared memory of the key's owner", _status(_kind))
     route("GET", f"{_one}/status", f"A region of {_kind} shared memory", _status(_kind))
-    route("POST", f"{_one}/register", f"Register {_kind} shared memory (scope admin)", _register(_kind))
-    route("POST", f"{_one}/unregister", "Let go of a region (scope admin)", _unregister(_kind))
-    route("POST", f"{_at}/unregister", f"Let go of all {_kind} regions (scope admin)", _unregister(_kind))
+    summary = f"Register {_kind} shared memory (scope admin)"
+    route("POST", f"{_one}/register", summary, _register(_kind), responses=_DONE)
+    route(
+        "POST", f"{_one}/unregister", "Let go of a region (scope admin)", _unregister(_kind), responses=_DONE
+    )
+    summary = f"Let go of all {_kind} regions (scope admin)"
+    route("POST", f"{_at}/unregister", summary, _unregister(_kind), responses=_DONE)
