@@ -330,16 +330,20 @@ class Stage:
             "a_shape=0x7&b_shape=7x2&dtype=fp16&bias_dim=m",
             "a=handle:x",
         ]
-        fitting = st.tuples(st.just(Piece(1, 0, 24)), st.just(Piece(1, 256, 48)))
-        asked = Multiply(
-            data.draw(number.filter(lambda n: n >= 0)),
-            data.draw(st.sampled_from(queries) | st.text(max_size=30)),
-            data.draw(fitting | st.lists(piece, max_size=5).map(tuple)),
-            data.draw(st.none() | st.just(Piece(1, 512, 32)) | piece),
-        )
-        packet = bytearray(encode(asked))
-        for _ in range(data.draw(st.integers(0, 2))):
-            packet[data.draw(st.integers(0, len(packet) - 1))] = data.draw(st.integers(0, 255))
+        if data.draw(st.booleans()):  # right but for places: beyond the region, or one upon another
+            places = [256 * data.draw(st.integers(0, SHM_BYTES // 256)) for _ in range(3)]
+            pieces = [Piece(1, at, nbytes) for at, nbytes in zip(places, (24, 48, 32), strict=True)]
+            packet = bytearray(encode(Multiply(1, queries[0], tuple(pieces[:2]), pieces[2])))
+        else:
+            asked = Multiply(
+                data.draw(number.filter(lambda n: n >= 0)),
+                data.draw(st.sampled_from(queries) | st.text(max_size=30)),
+                data.draw(st.lists(piece, max_size=5).map(tuple)),
+                data.draw(st.none() | piece),
+            )
+            packet = bytearray(encode(asked))
+            for _ in range(data.draw(st.integers(0, 2))):
+                packet[data.draw(st.integers(0, len(packet) - 1))] = data.draw(st.integers(0, 255))
         region = lent.Region(7, SHM_BYTES, "fuzz", lambda gone: None)
         with refusals(), suppress(Garbled):
             message = decode_request(bytes(packet))
