@@ -246,7 +246,8 @@ _VARIABLE = re.compile(
     re.S,
 )
 _PARAM = re.compile(
-    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z](\d+)(?:\s+\.ptr[^,%]*?)?\s+([\w$]+)(?:\[(\d+)\])?"
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z](\d+)"
+    r"(?:\s+\.ptr(?:\s+\.(?:global|shared|const|local))?(?:\s+\.align\s+\d+)?)?\s+([\w$]+)(?:\[(\d+)\])?"
 )
 
 
