@@ -42,6 +42,9 @@ class Program:
     target: str
     unwaited: list[tuple[Instr, Instr]]
     block_lines: list[list[int]]  # PTX lines of each block
+    initial: list[
+        Any
+    ]  # registers at the start: None, or 0 where the compiler lets an undefined value be read
 
 
 _MOST_PROGRAMS = 128
@@ -88,7 +91,15 @@ def _translate(module: Module, kernel: Kernel) -> Program:
         module.target,
         cfg.unwaited_reads(flow.blocks),
         [[i.line for i in b.instrs] for b in flow.blocks],
+        [_undefined(flow, r) if r in flow.blocks[0].live_in else None for r in flow.crossing],
     )
+
+
+def _undefined(flow: cfg.Flow, register: str) -> Any:
+    kind = flow.kernel.regs[register]
+    if register in flow.vectors:
+        return np.zeros(32, bool if kind == "pred" else lanes.UNSIGNED[int(kind.lstrip("bsuf"))])
+    return False if kind == "pred" else 0
 
 
 def _namespace() -> dict[str, Any]:

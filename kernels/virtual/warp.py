@@ -42,8 +42,7 @@ class Warp:
         self.tid_z = (thread // (bx * by)).astype(np.uint32)
         live = thread < bx * by * bz
         self.live = live
-        slots = len(self.machine.program.slots)
-        self.groups = [Group(self, live.copy(), 0, [None] * slots)]
+        self.groups = [Group(self, live.copy(), 0, list(self.machine.program.initial))]
         self.clock: Clock = NOTHING
         self.node = 0
         self.fenced: Clock = NOTHING  # what a release fence covered, for relaxed arrivals
