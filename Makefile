@@ -9,6 +9,7 @@ DEVICE ?= auto
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
+CI := 'ci and not gpu and not slow'
 
 .PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
@@ -37,15 +38,18 @@ endif
 serve: $(VENV)/.light ## Serve on http://127.0.0.1:8000
 	$(BIN)/gemm-service serve
 
+# Kernels' tests compute, so two run at once; the service's hold real processes to times, so they run alone.
 test: $(VENV)/.dev ## Run the tests (installs torch and the kernel compiler first)
-	$(PYTEST)
+	$(PYTEST) -n 2 --dist loadfile --durations 10 tests/kernels tests/benchmarks
+	$(PYTEST) --durations 10 --ignore tests/kernels --ignore tests/benchmarks
 
 browser: ## Install Chromium and Prometheus, which tests of page and metrics run (Debian; needs root)
 	@which chromium promtool prometheus >/dev/null || { apt-get update && \
 		RUNLEVEL=1 apt-get install -y --no-install-recommends chromium prometheus fonts-dejavu-core; }
 
 test-ci: $(VENV)/.dev lint browser ## Run the wider set: clean install, property tests, API fuzzing, README commands
-	$(PYTEST) -m 'ci and not gpu and not slow' --timeout 600
+	$(PYTEST) -m $(CI) --timeout 600 -n 2 --dist load --durations 15 tests/kernels
+	$(PYTEST) -m $(CI) --timeout 600 --durations 15 --ignore tests/kernels
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
 	$(PYTEST) -m gpu --timeout 600
