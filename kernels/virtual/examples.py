@@ -276,11 +276,23 @@ def _wrap_compile() -> None:
             return lambda *a, **k: Wrapped(original[item](*a, **k))
 
     cute.compile = Compile()
+    _no_timing()
     info = cutlass.utils.HardwareInfo
     info.__init__ = lambda self, *_, **__: None
     info.get_max_active_clusters = lambda self, size, *_, **__: 8 // size
     info.get_device_multiprocessor_count = lambda self: 8
     info.get_l2_cache_size_in_bytes = lambda self: 1 << 25
+
+
+def _no_timing() -> None:
+    """Scripts time kernels after they have compared them; there is nothing to time here."""
+    from importlib import import_module
+
+    for name in ("cutlass.testing", "cutlass.cute.testing"):
+        module: Any = import_module(name)
+        for function in ("benchmark", "tune"):
+            if hasattr(module, function):
+                setattr(module, function, lambda *_, **__: 1.0)
 
 
 if __name__ == "__main__":
