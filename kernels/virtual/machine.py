@@ -32,6 +32,7 @@ from kernels.virtual.warp import GATHER, Group, Warp
 SMEM_BYTES = 232_448  # the most a CTA may ask for on sm_90 and sm_100
 RESERVED = 1024  # at the bottom of each CTA's window
 _TIMED_BUDGET = 64  # blocks that a warp runs ahead in the model
+_POLLING = 2_000  # blocks run without any progress before late work is done all the same
 _SPIN_LIMIT = 1_000_000  # blocks run without any progress before a spin counts as a deadlock
 
 
@@ -353,6 +354,10 @@ class Machine:
                 self._after(warp)
                 if self.progress == last_progress:
                     idle += used
+                    if idle > _POLLING and (
+                        self.loose or self.queues
+                    ):  # somebody polls for what is in flight
+                        self._do_one()
                     if idle > _SPIN_LIMIT:
                         raise Fault("deadlock", "warps spin without progress\n" + self.waiting())
                 else:

@@ -194,3 +194,11 @@ def test_cluster_launch_control_hands_out_every_cluster_once() -> None:
         out[:] = 0
         good(execute(body, out, grid=(6, 1, 1), sms=2, schedule=schedule))
         assert out.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_polling_sees_what_is_in_flight(schedule: Schedule) -> None:
+    """test_wait never blocks: late work is done while somebody polls for it."""
+    poll = "$W: mbarrier.test_wait.parity.shared.b64 %p9, [%r2], 0; @!%p9 bra $W;"
+    run, _ = load(source(), 0, 0, (32, 8), 0, wait=poll, schedule=schedule)
+    good(run)
