@@ -335,7 +335,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (at least 7 to report)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of one run of wrk")
+    parser.add_argument("--seconds", type=int, default=3, help="whole seconds of one run of wrk")
     parser.add_argument("--machine", default="cpu", help="short name of this machine in benchmarks/results")
     parser.add_argument(
         "--part", choices=PARTS, action="append", help="only these parts; nothing is written then"
