@@ -91,6 +91,6 @@ def wrk(url: str, body: Path, *, clients: int, seconds: float, media: str = RAW)
 
 
 def _latency(text: str, quantile: str) -> float:
-    found = re.search(rf"^\s+{quantile}\s+([\d.]+)(us|ms|s|m)$", text, re.MULTILINE)
+    found = re.search(rf"^\s+{quantile}\s+([\d.]+)(us|ms|s|m)\s*$", text, re.MULTILINE)
     assert found is not None, text
     return float(found[1]) * _UNITS[found[2]]

@@ -349,10 +349,11 @@ def main() -> None:
             def tick(what: str, task: Any = task, part: str = part) -> None:
                 progress.update(task, description=f"{part}: {what}")
 
-            rows += [{"part": part, **row} for row in PARTS[part](options, tick)]
+            found = [{"part": part, **row} for row in PARTS[part](options, tick)]
             progress.remove_task(task)
-    for row in rows:
-        print({key: _short(value) for key, value in row.items()})
+            for row in found:
+                print({key: _short(value) for key, value in row.items()}, flush=True)
+            rows += found
     if not options.part:
         path = record.write(options.machine, "serving", rows, details=record.cpu_machine(), packages=PACKAGES)
         draw(rows, path.with_suffix(".png"))
