@@ -328,4 +328,6 @@ def _environment() -> dict[str, str]:
     """The worker's: this very package is imported, whatever lies in the folder where the front was started."""
     home = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": home if not path else f"{home}{os.pathsep}{path}"}
+    found = f"{home}{os.pathsep}{path}" if path else home
+    # Threads of a BLAS that spin between products take the cores that the front and its clients need.
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": found}

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +99,11 @@ async def test_an_outcome_tells_what_ran_and_how_long(bench: Bench) -> None:
     assert outcome.why
     assert outcome.compute_seconds > 0
     assert bench.slots.bytes_by_state["request"] == 0
+
+
+async def test_a_workers_idle_blas_threads_leave_the_cores_to_others(bench: Bench) -> None:
+    environ = Path(f"/proc/{bench.supervisor.handles[0].pid}/environ").read_bytes().split(b"\0")
+    assert b"OMP_WAIT_POLICY=" + os.environ.get("OMP_WAIT_POLICY", "PASSIVE").encode() in environ
 
 
 async def test_many_at_once_are_batched_and_right(bench: Bench) -> None:
