@@ -32,6 +32,9 @@ log = logging.getLogger("gemm.supervisor")
 #: Converting and moving operands on a busy computer; a batch that takes this long for its bytes doesn't hang.
 SLOWEST_BYTES_PER_SECOND = 1e8
 
+#: What the link may take at worst while both sides run.
+LINK_SECONDS = 0.002
+
 #: A worker that died with it may have died of it: run it once more, then give up.
 RETRIES = 1
 
@@ -225,7 +228,7 @@ class Supervisor:
             self._timer.cancel()
             self._timer = None
         while self.queue.depth:
-            open_ones = [h for h in self._ready() if len(h.flights) < self.options.ahead]
+            open_ones = [h for h in self._ready() if self._has_room(h)]
             head = self.queue.head
             if not open_ones or head is None:
                 return
@@ -242,6 +245,16 @@ class Supervisor:
             taken = self.queue.take(stacking=handle.ready.stacking)
             if taken is not None:
                 self._launch(handle, taken.works, stacked=taken.stacked, now=now)
+
+    def _has_room(self, handle: Handle) -> bool:
+        """Whether a batch sent now would do any good.
+
+        Work sent ahead can no longer be stacked with what comes. It hides the link's latency, and on a GPU the
+        copies; a CPU that has work for longer than the link takes is sent nothing more.
+        """
+        if len(handle.flights) >= self.options.ahead:
+            return False
+        return handle.residency is not None or handle.queued_seconds < LINK_SECONDS
 
     def _launch(self, handle: Handle, works: tuple[Work, ...], *, stacked: bool, now: float) -> None:
         batch = Batch(

@@ -133,18 +133,25 @@ async def test_work_that_two_workers_died_with_fails_clearly(bench: Bench) -> No
 
 
 async def test_cancelling_drops_queued_work_and_outlives_running_work(bench: Bench) -> None:
-    running = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(2)]
-    await bench.until(lambda: len(bench.supervisor.handles[0].flights) == 2)
-    queued = asyncio.ensure_future(bench.gemm(A, B))
+    running = asyncio.ensure_future(bench.gemm(HEAVY, HEAVY))
+    await bench.until(lambda: bench.supervisor.handles[0].flights)
+    kept, queued = (asyncio.ensure_future(bench.gemm(A, B)) for _ in range(2))
     await asyncio.sleep(0)
-    assert bench.supervisor.queue.depth == 1
+    assert bench.supervisor.queue.depth == 2
     queued.cancel()
-    running[0].cancel()
-    results = await asyncio.gather(queued, *running, return_exceptions=True)
+    running.cancel()
+    results = await asyncio.gather(queued, running, kept, return_exceptions=True)
     assert [type(r) for r in results[:2]] == [asyncio.CancelledError, asyncio.CancelledError]
     assert isinstance(results[2], Outcome)
     assert bench.supervisor.queue.depth == 0
     await bench.until(lambda: bench.slots.bytes_by_state["request"] == 0)
+
+
+async def test_a_cpu_with_work_is_sent_no_more_so_that_stacks_grow(bench: Bench) -> None:
+    tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(3)]
+    await bench.until(lambda: bench.supervisor.handles[0].flights)
+    assert (len(bench.supervisor.handles[0].flights), bench.supervisor.queue.depth) == (1, 2)
+    await asyncio.gather(*tasks)
 
 
 async def test_a_question_is_answered_or_refused(bench: Bench) -> None:
