@@ -50,6 +50,8 @@ BACKENDS: tuple[Backend, ...] = ("torch", "numpy")
 PAD_TORCH = 16
 PAD_NUMPY = 64
 KEEP_WIDE_BYTES = 1 << 27  # a B whose fp64 form is larger is converted by panels each time
+# FLOPs up to which waking a second thread costs more than it brings, and takes a core from whoever serves.
+SMALL_FLOPS = 40_000_000
 TAIL_ROWS = 512  # fewer rows than this are copied to be padded; above, only the last incomplete rows are
 
 
@@ -419,9 +421,19 @@ def _numpy_matmul(a: Array, b: Array, out: Array) -> None:
 
 
 def _torch_matmul(a: Array, b: Array, out: Array) -> None:
+    """By one thread where the product is small; `self_test` compares bits across that line too."""
     import torch
 
-    torch.matmul(as_tensor(a), as_tensor(b), out=as_tensor(out))
+    left, right, target = as_tensor(a), as_tensor(b), as_tensor(out)
+    threads = torch.get_num_threads()
+    if threads == 1 or 2 * out.size * a.shape[-1] > SMALL_FLOPS:
+        torch.matmul(left, right, out=target)
+        return
+    torch.set_num_threads(1)
+    try:
+        torch.matmul(left, right, out=target)
+    finally:
+        torch.set_num_threads(threads)
 
 
 _MATMUL: dict[Backend, Callable[[Array, Array, Array], None]] = {
