@@ -129,6 +129,7 @@ def test_it_lives_in_a_terminal_until_it_is_stopped(service: Service) -> None:
                 seen += os.read(ours, 65536)
         assert seen.count(b"products a second") >= 2
         process.send_signal(signal.SIGINT)
+        end = time.monotonic() + 30  # whatever the first screens took
         while process.poll() is None and time.monotonic() < end:
             if select.select([ours], [], [], 0.1)[0]:
                 try:
