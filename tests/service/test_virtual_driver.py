@@ -86,7 +86,9 @@ def test_kernels_execute_and_the_reference_does_the_rest(arena: Arena) -> None:
         Params("fp32", trans_b=True, alpha=0.5, beta=2.0, activation="relu"),
         c=bench.put(c, "fp16"), bias=bench.put(bias, "fp32"),
     )  # fmt: skip
-    assert bench.run(item) == ("", "step9-256x256-plain", "")
+    code, variant, detail = bench.run(item)
+    assert (code, detail) == ("", "")
+    assert variant.startswith("step9-"), variant  # which one depends on what else is built here
     tail = Epilogue(0.5, 2.0, True, BiasDim.N, Activation.RELU)
     problem = Problem(40, 24, 72, 2, out_dtype=DType.FP32, trans_b=True, epilogue=tail, b_broadcast=True)
     assert check(problem, bench.read(out), a, b, c, bias).ok
