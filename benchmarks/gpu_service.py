@@ -70,6 +70,20 @@ def total(samples: dict[str, float], name: str) -> float:
     return sum(value for key, value in samples.items() if key.partition("{")[0] == name)
 
 
+def stages(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Mean seconds of each stage between two scrapes."""
+    name = "gemm_stage_seconds"
+    means = {}
+    for key, count in after.items():
+        if not key.startswith(f"{name}_count{{"):
+            continue
+        sums = key.replace("_count{", "_sum{")
+        ended = count - before.get(key, 0.0)
+        if ended:
+            means[key.partition('"')[2].partition('"')[0]] = (after[sums] - before.get(sums, 0.0)) / ended
+    return means
+
+
 def normal(*shape: int, seed: int = 1) -> Any:
     """fp16 values from a normal distribution."""
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(np.float16)
@@ -110,12 +124,15 @@ def latency(rounds: int) -> list[Row]:
         peer = Peer(port)
         for _ in range(20):
             peer.exchange("POST", target, accept="application/json")
+        first = metrics(port)
         times = [peer.exchange("POST", target, accept="application/json") for _ in range(rounds * 30)]
+        second = metrics(port)
         small = normal(64, 512), normal(512, 64, seed=3)
         put(port, "sa", small[0])
         put(port, "sb", small[1])
         into = memoryview(bytearray(64 * 64 * 2))
         tiny = [peer.exchange("POST", "/gemm?a=handle:sa&b=handle:sb", into=into) for _ in range(300)][20:]
+        third = metrics(port)
         peer.close()
     kernel = kernel_seconds(size)
     return [
@@ -125,8 +142,13 @@ def latency(rounds: int) -> list[Row]:
             "p99_seconds": sorted(times)[int(len(times) * 0.99)],
             "kernel_seconds": kernel,
             "overhead_seconds": statistics.median(times) - kernel,
+            "stages": stages(first, second),
         },
-        {"name": "POST /gemm 64×512×64 fp16 between stored handles", "p50_seconds": statistics.median(tiny)},
+        {
+            "name": "POST /gemm 64×512×64 fp16 between stored handles",
+            "p50_seconds": statistics.median(tiny),
+            "stages": stages(second, third),
+        },
         {"name": "process start to ready, libraries built", "seconds": ready},
         {
             "name": "variants admitted",
