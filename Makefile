@@ -13,7 +13,7 @@ CI := 'ci and not gpu and not slow'
 # Tests that hold real processes to times get a second try on a machine that others use too; each is reported.
 AGAIN := --reruns 1 -r R
 
-.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ soak: $(VENV)/.dev ## 200,000 random requests against a real service; writes ben
 
 fuzz: $(VENV)/.dev ## An hour of hostile bytes for what parses them; writes benchmarks/results
 	$(BIN)/python -m benchmarks.fuzz
+
+drills: $(VENV)/.dev ## Bring on what can go wrong, against real services, databases, stores; writes benchmarks/results
+	$(BIN)/python -m benchmarks.drills
 
 bench: $(VENV)/.dev ## Measure the service against its peers (needs wrk); writes benchmarks/results
 	$(PIP) -e '.[bench]'

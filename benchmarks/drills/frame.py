@@ -1,0 +1,85 @@
+"""What all drills share: receives functions that bring on a mishap, hands on rows of how it ended.
+
+A drill is a function that returns what it saw in one line and raises `Failed` where the service did what it
+must not. `@drill("name", seconds=…)` registers it; it has to end within its seconds, or counts as failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Failed(Exception):
+    """The service did what it must not; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """One drill: its name, what it does, the seconds that bound it."""
+
+    name: str
+    run: Callable[[], str]
+    seconds: float
+
+
+DRILLS: dict[str, Drill] = {}
+
+
+def drill(name: str, *, seconds: float) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Register a drill under `name`, bounded by `seconds`."""
+
+    def register(run: Callable[[], str]) -> Callable[[], str]:
+        if name in DRILLS:
+            raise ValueError(f"there is a drill {name!r} already")
+        DRILLS[name] = Drill(name, run, seconds)
+        return run
+
+    return register
+
+
+def check(true: object, what: str) -> None:
+    """Failed, saying `what`, unless it is true."""
+    if not true:
+        raise Failed(what)
+
+
+@contextlib.contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """Failed if the block takes longer. For the main thread."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback()
+        raise Failed(f"didn't end within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def perform(drill: Drill) -> Row:
+    """Run it; the row says "passed" or "failed" and what was seen."""
+    began = time.monotonic()
+    try:
+        with bounded(drill.seconds):
+            outcome, detail = "passed", drill.run()
+    except (Failed, AssertionError) as error:
+        outcome, detail = "failed", str(error)
+    return {
+        "name": drill.name,
+        "outcome": outcome,
+        "detail": detail,
+        "seconds": round(time.monotonic() - began, 1),
+    }

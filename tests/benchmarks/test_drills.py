@@ -1,0 +1,37 @@
+"""The frame of the drills: what ends well, ends badly or doesn't end; and rows that stay."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from benchmarks.drills.__main__ import merged
+from benchmarks.drills.frame import Drill, check, perform
+
+
+def test_outcomes() -> None:
+    assert perform(Drill("good", lambda: "all well", 5.0))["outcome"] == "passed"
+
+    def bad() -> str:
+        check(not "true", "one isn't above two")
+        return "never"
+
+    row = perform(Drill("bad", bad, 5.0))
+    assert (row["outcome"], row["detail"]) == ("failed", "one isn't above two")
+
+
+def test_a_drill_that_does_not_end_fails() -> None:
+    row = perform(Drill("endless", lambda: time.sleep(30) or "", 0.1))
+    assert row["outcome"] == "failed"
+    assert row["seconds"] < 5
+
+
+def test_rows_of_other_drills_stay(tmp_path: Path) -> None:
+    path = tmp_path / "drills.json"
+    new = {"name": "b", "outcome": "passed"}
+    assert merged(path, [new]) == [new]
+    path.write_text(
+        json.dumps({"rows": [{"name": "a", "outcome": "passed"}, {"name": "b", "outcome": "failed"}]})
+    )
+    assert [row["outcome"] for row in merged(path, [new])] == ["passed", "passed"]
