@@ -35,7 +35,7 @@ from service.routes import gemm, inference, info, jobs, page, schema, tensors
 from service.routes.plain import Shortcut
 from service.services import Services
 from service.settings import Settings, SettingsError
-from service.store import TensorStore
+from service.store import LocalStore
 from service.supervisor import Options, Supervisor
 
 _ROUTERS = (gemm.router, tensors.router, jobs.router, inference.router, info.router, page.router)
@@ -117,7 +117,7 @@ def build(settings: Settings) -> Services:
     slots = Slots(arena, share=settings.key_bytes)
     regions = Regions(most=_most_regions(), share=settings.local_bytes)
     supervisor = Supervisor(arena, metrics, options_of(settings), regions)
-    store = TensorStore(settings, slots, forget=supervisor.forget)
+    store = LocalStore(settings, slots, forget=supervisor.forget)
     keys = Keys(settings)
     metrics.live("gemm_arena_bytes", "Bytes of the arena, by state.", lambda: _arena_states(slots), "state")
     metrics.live(

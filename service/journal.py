@@ -7,12 +7,11 @@ an argument.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from service.database import Database
 from service.errors import ServiceError
+from service.session import Session, Transactions
 from service.store import index
 from service.store.index import ContentRow, NameRow
 
@@ -105,7 +104,7 @@ class Progress:
     unneeded: Collection[str] = field(default=())
 
 
-def prepare(db: sqlite3.Connection) -> None:
+def prepare(db: Session) -> None:
     """Make the tables."""
     for statement in SCHEMA.split(";"):
         db.execute(statement)
@@ -114,7 +113,7 @@ def prepare(db: sqlite3.Connection) -> None:
 class Journal:
     """The journal in the store's database."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Transactions) -> None:
         self.database = database
 
     async def start(self) -> list[JobRow]:
@@ -161,7 +160,7 @@ class Journal:
         return await self.database.write(lambda db: _expire(db, now, ttl))
 
 
-def _accept(db: sqlite3.Connection, job: JobRow, inputs: list[ContentRow], key: Key | None) -> None:
+def _accept(db: Session, job: JobRow, inputs: list[ContentRow], key: Key | None) -> None:
     db.execute(
         "INSERT INTO jobs (id, owner, accepted, state) VALUES (?, ?, ?, ?)",
         (job.id, job.owner, job.accepted, job.state),
@@ -173,12 +172,13 @@ def _accept(db: sqlite3.Connection, job: JobRow, inputs: list[ContentRow], key: 
     index.keep(db, job.id, inputs)
     if key is not None:
         db.execute(
-            "INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO idempotency VALUES (?, ?, ?, ?, ?) ON CONFLICT (owner, key) DO UPDATE SET "
+            "sha256 = excluded.sha256, job = excluded.job, created = excluded.created",
             (key.owner, key.key, key.sha256, job.id, job.accepted),
         )
 
 
-def _record(db: sqlite3.Connection, progress: Progress) -> None:
+def _record(db: Session, progress: Progress) -> None:
     index.keep(db, progress.job, progress.results)
     for name in progress.names:
         index.bind(db, name)
@@ -201,7 +201,7 @@ def _record(db: sqlite3.Connection, progress: Progress) -> None:
         index.unkeep(db, progress.job, progress.unneeded)
 
 
-def _seen(db: sqlite3.Connection, key: Key, now: float) -> tuple[str, str] | None:
+def _seen(db: Session, key: Key, now: float) -> tuple[str, str] | None:
     row: tuple[str, str] | None = db.execute(
         "SELECT sha256, job FROM idempotency WHERE owner = ? AND key = ? AND created > ?",
         (key.owner, key.key, now - IDEMPOTENCY_SECONDS),
@@ -209,7 +209,7 @@ def _seen(db: sqlite3.Connection, key: Key, now: float) -> tuple[str, str] | Non
     return row
 
 
-def _job(db: sqlite3.Connection, row: tuple[str, str, float, str, float | None, int]) -> JobRow:
+def _job(db: Session, row: tuple[str, str, float, str, float | None, int]) -> JobRow:
     steps = tuple(
         StepRow(*step)
         for step in db.execute(f"SELECT {_STEP} FROM steps WHERE job = ? ORDER BY position", (row[0],))
@@ -220,23 +220,23 @@ def _job(db: sqlite3.Connection, row: tuple[str, str, float, str, float | None, 
 _JOB = "SELECT id, owner, accepted, state, finished, expired FROM jobs"
 
 
-def _unfinished(db: sqlite3.Connection) -> list[JobRow]:
+def _unfinished(db: Session) -> list[JobRow]:
     rows = db.execute(f"{_JOB} WHERE finished IS NULL ORDER BY id").fetchall()
     return [_job(db, row) for row in rows]
 
 
-def _find(db: sqlite3.Connection, owner: str, job: str) -> JobRow | None:
+def _find(db: Session, owner: str, job: str) -> JobRow | None:
     row = db.execute(f"{_JOB} WHERE id = ? AND owner = ?", (job, owner)).fetchone()
     return None if row is None else _job(db, row)
 
 
-def _page(db: sqlite3.Connection, owner: str, before: str, limit: int) -> list[JobRow]:
+def _page(db: Session, owner: str, before: str, limit: int) -> list[JobRow]:
     older = "AND id < ?" if before else "AND ? = ''"
     rows = db.execute(f"{_JOB} WHERE owner = ? {older} ORDER BY id DESC LIMIT ?", (owner, before, limit))
     return [_job(db, row) for row in rows.fetchall()]
 
 
-def _due(db: sqlite3.Connection, now: float, ttl: float) -> bool:
+def _due(db: Session, now: float, ttl: float) -> bool:
     """Whether a sweep has anything to do, so that a quiet service doesn't write."""
     checks = (
         ("SELECT 1 FROM jobs WHERE expired = 0 AND finished <= ?", now - ttl),
@@ -245,7 +245,7 @@ def _due(db: sqlite3.Connection, now: float, ttl: float) -> bool:
     return any(db.execute(f"{query} LIMIT 1", (time,)).fetchone() for query, time in checks)
 
 
-def _expire(db: sqlite3.Connection, now: float, ttl: float) -> list[str]:
+def _expire(db: Session, now: float, ttl: float) -> list[str]:
     """An expired job's row stays as long as a key can ask for it: its work must not be done again."""
     unneeded: list[str] = []
     due = db.execute(

@@ -179,7 +179,7 @@ class _Decoder:
         for name in NAMES:
             operand = getattr(body, name)
             if isinstance(operand, Handle):
-                operands.tensors[name], operands.inputs[name] = self._stored(name, operand.handle)
+                operands.tensors[name], operands.inputs[name] = await self._stored(name, operand.handle)
             elif isinstance(operand, StepReference):
                 operands.tensors[name] = self._result(name, operand.step)
                 operands.inputs[name] = Input(step=operand.step)
@@ -198,10 +198,10 @@ class _Decoder:
                 operands.data[name] = array.reshape(-1).view("u1").data
         return operands
 
-    def _stored(self, name: str, handle: str) -> tuple[Tensor, Input]:
+    async def _stored(self, name: str, handle: str) -> tuple[Tensor, Input]:
         if handle not in self.handles:
             try:
-                self.handles[handle] = self.store.hold(self.draft.owner, handle)
+                self.handles[handle] = await self.store.hold(self.draft.owner, handle)
             except ServiceError as error:
                 error.field = name
                 raise

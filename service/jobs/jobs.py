@@ -52,7 +52,7 @@ class Jobs:
     def __init__(self, services: Services, *, clock: Callable[[], float] = time.time) -> None:
         self.limits = services.settings
         self.store = services.store
-        self.journal = Journal(services.store.database)
+        self.journal = Journal(services.store.transactions)
         self.clock = clock
         self.pausing = False
         self._parts = Parts(
@@ -73,7 +73,7 @@ class Jobs:
     async def start(self) -> None:
         """Run what was accepted before."""
         unfinished = await self.journal.start()
-        if not self.store.folder.writable:
+        if not self.store.writable:
             return
         if unfinished:
             logger.info("%d jobs go on", len(unfinished))
@@ -214,7 +214,7 @@ class Jobs:
                 return
             await changed.wait()
 
-    def result(self, job: Job, step_id: str) -> Hold:
+    async def result(self, job: Job, step_id: str) -> Hold:
         """The result of a step. not_found, or conflict while it isn't there yet."""
         step = job.steps.get(step_id)
         if step is None:
@@ -225,7 +225,7 @@ class Jobs:
             raise ServiceError("not_found", f"step {step_id!r} is {step.state}, so it has no result")
         if step.row.result is None:
             raise ServiceError("not_found", f"the result of step {step_id!r} has expired")
-        return self.store.hold_content(step.row.result)
+        return await self.store.hold_content(step.row.result)
 
     async def cancel(self, job: Job) -> None:
         """End it: steps that haven't ended never will. One that has ended stays as it is."""

@@ -313,7 +313,7 @@ class Runner:
             for name, operand in step.spec.inputs.items():
                 content = operand.content or self.job.steps[operand.step].row.result
                 assert content is not None, "a step began before its input was there"
-                hold = self.parts.store.hold_content(content)
+                hold = await self.parts.store.hold_content(content)
                 try:
                     pins[name] = await self.parts.store.contents.load(hold)
                 finally:

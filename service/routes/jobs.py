@@ -181,7 +181,7 @@ async def _result(scope: Scope, receive: Receive, send: Send) -> None:
     transfer = Transfer.of(scope, receive, send)
     no_query(scope)
     job = await jobs.find(owner, scope["path_params"]["job"])
-    hold = jobs.result(job, scope["path_params"]["step"])
+    hold = await jobs.result(job, scope["path_params"]["step"])
     await download.send(transfer, services.store, hold, name="d")
 
 

@@ -85,10 +85,10 @@ async def _put(scope: Scope, receive: Receive, send: Send) -> None:
     name = name_in(scope)
     query = validate_query(PutQuery, parse_query(scope["query_string"]))
     conditions = conditions_in(transfer)
-    services.store.check(owner, name, conditions)
+    await services.store.check(owner, name, conditions)
     services.store.contents.check_room(transfer.content_length or 0)
     services.store.contents.check_share(owner, transfer.content_length or 0, share)
-    existed = services.store.exists(owner, name)
+    existed = await services.store.exists(owner, name)
     slot, tensor = await Upload(transfer, services, owner, query).receive()
     try:
         entry = await services.store.put(
@@ -116,7 +116,7 @@ async def _get(scope: Scope, receive: Receive, send: Send) -> None:
     transfer = Transfer.of(scope, receive, send)
     name = name_in(scope)
     no_query(scope)
-    hold = services.store.hold(scope["state"]["principal"].owner, name)
+    hold = await services.store.hold(scope["state"]["principal"].owner, name)
     await download.send(transfer, services.store, hold, name=name)
 
 
@@ -257,5 +257,5 @@ async def delete_tensor() -> None:
 async def list_tensors(request: Request, query: Annotated[PageQuery, Query()]) -> Any:
     """By name, those of this key."""
     services: Services = request.app.state.services
-    entries, following = services.store.entries(request.state.principal.owner, query.after, query.limit)
+    entries, following = await services.store.entries(request.state.principal.owner, query.after, query.limit)
     return {"tensors": [told(entry) for entry in entries], "next": following}

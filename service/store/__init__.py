@@ -2,6 +2,7 @@
 
 from service.store.conditions import ANY, UNCONDITIONAL, Conditions
 from service.store.content import Content, Hold, Pin
+from service.store.local import LocalStore
 from service.store.names import NAME, valid
 from service.store.store import Binding, Entry, StoreSettings, TensorStore
 
@@ -14,6 +15,7 @@ __all__ = [
     "Content",
     "Entry",
     "Hold",
+    "LocalStore",
     "Pin",
     "StoreSettings",
     "TensorStore",

@@ -1,7 +1,7 @@
-"""All versions of all tensors, on disk and in the arena: receives bytes, hands on holds and pins.
+"""Versions of tensors, kept and in the arena: receives bytes, hands on holds and pins.
 
-A content's file is written once and never changed. The arena holds copies, least recently used first out, and
-for a while the only copy of what is to be written soon.
+A content's file is written once and never changed; where it lies is the matter of `Files`. The arena holds
+copies, least recently used first out, and for a while the only copy of what is to be written soon.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from service.arena import Slots
-from service.database import Database
 from service.errors import ServiceError
-from service.folder import DataFolder, refusing
+from service.folder import refusing
+from service.session import Transactions
 from service.store import files, index
 from service.store.content import Content, Hold, Pin, Source
 from service.store.effects import Effects
+from service.store.files import Files
 from service.store.index import ContentRow
 from service.store.memory import Backing, Memory
 
@@ -37,8 +37,8 @@ class Contents:
 
     def __init__(
         self,
-        folder: DataFolder,
-        database: Database,
+        kept: Files,
+        database: Transactions,
         effects: Effects,
         slots: Slots,
         *,
@@ -46,7 +46,7 @@ class Contents:
         disk_budget: int,
         forget: Callable[..., None],
     ) -> None:
-        self.folder = folder
+        self.files = kept
         self.database = database
         self.effects = effects
         self.memory = Memory(slots, memory_budget, self._evicted_only_copy)
@@ -63,31 +63,15 @@ class Contents:
     def __len__(self) -> int:
         return len(self._contents)
 
-    # Start
+    # Who needs what
 
-    async def restore(self, rows: Iterable[ContentRow]) -> None:
-        """Know what the index knows; delete files that it doesn't, and find out what was lost."""
-        rows = list(rows)
-        whole = await self._whole({row.id for row in rows})
+    def restore(self, rows: Iterable[ContentRow], whole: Collection[str]) -> None:
+        """Know what the index knows; what isn't `whole` was lost."""
         for row in rows:
             content = self._contents[row.id] = Content(replace(row, whole=row.id in whole))
             content.lost = not content.row.whole
             if not content.lost:
                 self._charge(content, content.disk_bytes)
-
-    async def _whole(self, known: set[str]) -> set[str]:
-        """Ids of the contents whose file is there."""
-        if not self.folder.writable:
-            return await self.effects.in_pool(files.present, self.folder.tensors, known)
-        reclaimed, whole = await self.effects.in_pool(files.reclaim, self.folder.tensors, known)
-        if reclaimed:
-            logger.info("reclaimed %d bytes of unfinished tensors", reclaimed)
-        if lost := known - whole:
-            logger.warning("%d tensors were lost before they were durable", len(lost))
-        await self.database.write(lambda db: index.settle(db, whole))
-        return whole
-
-    # Who needs what
 
     def get(self, id_: str) -> Content:
         """The content; ServiceError lost."""
@@ -117,15 +101,15 @@ class Contents:
 
     async def _remove(self, id_: str) -> None:
         try:
-            await self.effects.in_pool(files.remove, self._path(id_))
-        except OSError as error:
-            logger.warning("a deleted tensor's file stays until the next start: %s", error)
+            await self.files.remove(id_)
+        except (OSError, ServiceError) as error:
+            logger.warning("a deleted tensor's file stays for now: %s", error)
 
     # Room
 
     def check_room(self, nbytes: int) -> None:
         """Refuse what can't be written: read_only, no_room."""
-        if not self.folder.writable:
+        if not self.files.writable:
             raise ServiceError("read_only", "the data folder can't be written")
         if self.disk_bytes + nbytes > self.disk_budget:
             raise ServiceError("no_room", "the store's share of the disk is used up", limit=self.disk_budget)
@@ -191,9 +175,8 @@ class Contents:
         return None if resident is None else Pin(self.hold(hold.content), resident)
 
     async def _read_into(self, content: Content, start: int, view: memoryview) -> None:
-        path = self._path(content.row.id)
         try:
-            await self.effects.in_pool(files.read_into, path, content.data_start + start, view)
+            await self.files.read_into(content.row.id, content.data_start + start, view)
         except (EOFError, FileNotFoundError) as error:
             logger.error("a tensor's file is gone or cut: %s", error)
             self._lose(content)
@@ -282,15 +265,14 @@ class Contents:
 
     async def _write_file(self, content: Content, data: memoryview) -> None:
         row = content.row
-        path = self._path(row.id)
         with refusing():
             if row.etag:
-                await self.effects.in_pool(files.write, path, row.dtype, row.shape, data)
+                await self.files.write(row.id, row.dtype, row.shape, data)
                 content.row = replace(row, whole=True)
                 return
             # Side by side: hashing takes as long as many disks do. Both end before the memory may go.
             written, etag = await asyncio.gather(
-                self.effects.in_pool(files.write, path, row.dtype, row.shape, data),
+                self.files.write(row.id, row.dtype, row.shape, data),
                 self.effects.in_pool(files.digest, row.dtype, row.shape, data),
                 return_exceptions=True,
             )
@@ -319,9 +301,6 @@ class Contents:
         if not content.lost:
             content.lost = True
             self._charge(content, -content.disk_bytes)
-
-    def _path(self, id_: str) -> Path:
-        return self.folder.tensors / (id_ + files.SUFFIX)
 
 
 def _lost(content: Content) -> ServiceError:

@@ -1,7 +1,7 @@
 """Tensor files: receives bytes in memory, hands on synced safetensors files, and reads them back into memory.
 
-Blocking; the store calls it in its pool. A file is written beside its place, synced, renamed, and its folder
-synced: under its final name a file is whole.
+The functions block; `FolderFiles` calls them in the store's pool. A file is written beside its place, synced,
+renamed, and its folder synced: under its final name a file is whole.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Protocol
 
 from kernels.problem import DType
 from service.folder import sync_folder
+from service.store.effects import Effects
 
 SUFFIX = ".safetensors"
 HALF_WRITTEN = ".part"
@@ -82,6 +84,45 @@ def read(path: Path, start: int, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
     read_into(path, start, memoryview(data))
     return data
+
+
+class Files(Protocol):
+    """Where contents are kept, each a safetensors file by its id. What fails raises OSError or ServiceError."""
+
+    @property
+    def writable(self) -> bool: ...
+    async def write(self, id_: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+        """Keep a tensor; durable on return, and whole or not there at all."""
+
+    async def read_into(self, id_: str, start: int, view: memoryview) -> None:
+        """Fill `view` with bytes from `start` of the file on; FileNotFoundError, EOFError."""
+
+    async def remove(self, id_: str) -> None:
+        """Let it go if it is there."""
+
+
+class FolderFiles:
+    """Files of a folder."""
+
+    def __init__(self, folder: Path, effects: Effects) -> None:
+        self.folder = folder
+        self.effects = effects
+        self.writable = True
+
+    async def write(self, id_: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+        """Write and sync the file."""
+        await self.effects.in_pool(write, self._path(id_), dtype, shape, data)
+
+    async def read_into(self, id_: str, start: int, view: memoryview) -> None:
+        """Read from it."""
+        await self.effects.in_pool(read_into, self._path(id_), start, view)
+
+    async def remove(self, id_: str) -> None:
+        """Unlink it."""
+        await self.effects.in_pool(remove, self._path(id_))
+
+    def _path(self, id_: str) -> Path:
+        return self.folder / (id_ + SUFFIX)
 
 
 def remove(path: Path) -> None:

@@ -7,9 +7,11 @@ that need them besides. A content that nothing points to has no row, and start-u
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from service.session import Session
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS contents (
@@ -53,73 +55,80 @@ class NameRow:
     expires: float | None
 
 
-def prepare(db: sqlite3.Connection) -> None:
+#: The columns of a content, as `content_of` takes them.
+CONTENT = "id, owner, name, etag, dtype, shape, nbytes, whole"
+
+
+def content_of(row: Sequence[Any]) -> ContentRow:
+    """A row of `contents`."""
+    id_, owner, name, etag, dtype, shape, nbytes, whole = row
+    return ContentRow(id_, owner, name, etag, dtype, tuple(json.loads(shape)), nbytes, bool(whole))
+
+
+def prepare(db: Session) -> None:
     """Make the tables."""
     for statement in SCHEMA.split(";"):
         db.execute(statement)
 
 
-def load(db: sqlite3.Connection) -> tuple[list[ContentRow], list[NameRow], list[tuple[str, str]]]:
+def load(db: Session) -> tuple[list[ContentRow], list[NameRow], list[tuple[str, str]]]:
     """Everything: contents, names, and (keeper, content) pairs."""
-    contents = [
-        ContentRow(id_, owner, name, etag, dtype, tuple(json.loads(shape)), nbytes, bool(whole))
-        for id_, owner, name, etag, dtype, shape, nbytes, whole in db.execute(
-            "SELECT id, owner, name, etag, dtype, shape, nbytes, whole FROM contents"
-        )
-    ]
+    contents = [content_of(row) for row in db.execute(f"SELECT {CONTENT} FROM contents")]
     names = [NameRow(*row) for row in db.execute("SELECT owner, name, content, created, expires FROM names")]
     keeps = list(db.execute("SELECT keeper, content FROM keeps"))
     return contents, names, keeps
 
 
-def add(db: sqlite3.Connection, row: ContentRow) -> None:
+def add(db: Session, row: ContentRow) -> None:
     """Make the content known; again is no harm."""
     db.execute(
-        "INSERT INTO contents VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (id) DO UPDATE SET whole = max(whole, excluded.whole)",
+        f"INSERT INTO contents ({CONTENT}) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+        "whole = CASE WHEN excluded.whole = 1 THEN 1 ELSE contents.whole END",
         (row.id, row.owner, row.name, row.etag, row.dtype, json.dumps(row.shape), row.nbytes, int(row.whole)),
     )
 
 
-def bind(db: sqlite3.Connection, row: NameRow) -> None:
+def bind(db: Session, row: NameRow) -> None:
     """Let the name mean this content from now on; what it meant before goes if nothing else needs it."""
     before = db.execute(
         "SELECT content FROM names WHERE owner = ? AND name = ?", (row.owner, row.name)
     ).fetchone()
     db.execute(
-        "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO names VALUES (?, ?, ?, ?, ?) ON CONFLICT (owner, name) DO UPDATE SET "
+        "content = excluded.content, created = excluded.created, expires = excluded.expires",
         (row.owner, row.name, row.content, row.created, row.expires),
     )
     if before is not None:
         drop_unneeded(db, before)
 
 
-def unbind(db: sqlite3.Connection, owner: str, name: str, content: str) -> None:
+def unbind(db: Session, owner: str, name: str, content: str) -> None:
     """Forget the name, if it still means this content."""
     db.execute("DELETE FROM names WHERE owner = ? AND name = ? AND content = ?", (owner, name, content))
     drop_unneeded(db, [content])
 
 
-def keep(db: sqlite3.Connection, keeper: str, rows: Iterable[ContentRow]) -> None:
+def keep(db: Session, keeper: str, rows: Iterable[ContentRow]) -> None:
     """Let `keeper` need these contents, known or not."""
     for row in rows:
         add(db, row)
-        db.execute("INSERT OR IGNORE INTO keeps VALUES (?, ?)", (keeper, row.id))
+        db.execute("INSERT INTO keeps VALUES (?, ?) ON CONFLICT DO NOTHING", (keeper, row.id))
 
 
-def unkeep(db: sqlite3.Connection, keeper: str, contents: Iterable[str]) -> None:
+def unkeep(db: Session, keeper: str, contents: Iterable[str]) -> None:
     """Let `keeper` no longer need these contents."""
     contents = list(contents)
     db.executemany("DELETE FROM keeps WHERE keeper = ? AND content = ?", [(keeper, id_) for id_ in contents])
     drop_unneeded(db, contents)
 
 
-def written(db: sqlite3.Connection, content: str) -> None:
+def written(db: Session, content: str) -> None:
     """The content's file is there now."""
     db.execute("UPDATE contents SET whole = 1 WHERE id = ?", (content,))
 
 
-def settle(db: sqlite3.Connection, whole: Iterable[str]) -> None:
+def settle(db: Session, whole: Iterable[str]) -> None:
     """Exactly these contents have a file: names of others answer that they were lost."""
     db.execute("CREATE TEMP TABLE found (id TEXT PRIMARY KEY)")
     db.executemany("INSERT INTO found VALUES (?)", [(id_,) for id_ in whole])
@@ -128,10 +137,10 @@ def settle(db: sqlite3.Connection, whole: Iterable[str]) -> None:
     db.execute("DROP TABLE found")
 
 
-def drop_unneeded(db: sqlite3.Connection, contents: Iterable[str]) -> None:
+def drop_unneeded(db: Session, contents: Iterable[str]) -> None:
     """Delete the rows of those contents that no name and no keeper points to."""
     db.executemany(
-        "DELETE FROM contents WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM names WHERE content = ?1) "
-        "AND NOT EXISTS (SELECT 1 FROM keeps WHERE content = ?1)",
+        "DELETE FROM contents WHERE id = ? AND NOT EXISTS (SELECT 1 FROM names WHERE content = contents.id) "
+        "AND NOT EXISTS (SELECT 1 FROM keeps WHERE content = contents.id)",
         [(id_,) for id_ in contents],
     )

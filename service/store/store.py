@@ -1,37 +1,32 @@
 """The tensor store: receives tensors by owner and name, hands on pins: operands in the arena, kept readable.
 
-Disk is the truth: a tensor is there once its file, its folder and its row are synced. A content (one version
-of a tensor, never changed) lives as long as a name, a job or a pin needs it, so what was replaced or deleted
-stays readable to who pinned it.
+A content (one version of a tensor, never changed) lives as long as a name, a job or a pin needs it, so what was
+replaced or deleted stays readable to who pinned it. What is here holds for a store of one front
+(service.store.local) and for one that fronts share (service.store.shared).
 
 All state belongs to the front's loop; files are read and written in a small pool, rows in the database's
-thread.
+threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import sqlite3
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from weakref import WeakValueDictionary
 
-from service.arena import Slots
-from service.database import Database
 from service.errors import ServiceError
-from service.folder import DataFolder, FolderBroken
-from service.store import index
+from service.session import Transactions
 from service.store.conditions import UNCONDITIONAL, Conditions
 from service.store.content import Content, Data, Hold, Pin, Source
 from service.store.contents import Contents
 from service.store.effects import Effects
 from service.store.index import NameRow
-from service.store.names import Named, Names, valid
+from service.store.names import Named, valid
 
 logger = logging.getLogger(__name__)
 
@@ -72,73 +67,44 @@ class Binding:
     ttl: float | None
 
 
-class TensorStore:
-    """See the module. `forget(*tensors)` is told what a device cache may drop."""
+class TensorStore(ABC):
+    """See the module."""
 
     def __init__(
         self,
-        settings: StoreSettings,
-        slots: Slots,
-        forget: Callable[..., None],
-        *,
-        clock: Callable[[], float] = time.time,
+        database: Transactions,
+        effects: Effects,
+        contents: Contents,
+        clock: Callable[[], float],
     ) -> None:
-        self.folder = DataFolder(Path(settings.data).expanduser())
-        self.database = Database(self.folder.database)
-        self.effects = Effects()
-        self.contents = Contents(
-            self.folder,
-            self.database,
-            self.effects,
-            slots,
-            memory_budget=settings.store_memory_bytes,
-            disk_budget=settings.store_disk_bytes,
-            forget=forget,
-        )
+        self.transactions = database
+        self.effects = effects
+        self.contents = contents
         self.clock = clock
-        self._names: Names[Content] = Names()
-        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._sweeper: asyncio.Task[None] | None = None
 
     # Life
 
+    @abstractmethod
     async def start(self) -> None:
-        """Lock the folder, read the index, reclaim what a front that died left half done.
+        """Open what keeps the tensors."""
 
-        FolderTaken where another front holds the folder; FolderBroken where the index can't be read.
-        """
-        await self.effects.in_pool(self._open)
-        await self.database.prepare(index.prepare)
-        contents, names, keeps = await self.database.read(index.load)
-        await self.contents.restore(contents)
-        for row in names:
-            content = self.contents.get(row.content)
-            content.needs += 1
-            self._names.set(Named(row.owner, row.name, content, row.created, row.expires))
-        for _, id_ in keeps:
-            self.contents.get(id_).needs += 1
-        if self.folder.writable:
-            self._sweeper = asyncio.create_task(self._sweep_often())
-
-    def _open(self) -> None:
-        self.folder.open()
-        if not self.folder.writable:
-            logger.warning("the data folder %s can't be written: serving what it holds", self.folder.path)
-        try:
-            self.database.open(writable=self.folder.writable)
-        except sqlite3.Error as error:
-            self.folder.close()
-            raise FolderBroken(f"the database {self.folder.database} can't be opened: {error}") from error
+    @abstractmethod
+    async def end(self) -> None:
+        """Let go of what keeps the tensors."""
 
     async def close(self) -> None:
-        """Finish the writes that go on, then let the folder go."""
+        """Finish the writes that go on, then let everything go."""
         self.contents.hurry()
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self.effects.settle()
-        await asyncio.to_thread(self.database.close)
+        await self.end()
         self.effects.close()
-        self.folder.close()
+
+    def sweep_often(self) -> None:
+        """Begin to sweep."""
+        self._sweeper = asyncio.create_task(self._sweep_often())
 
     async def _sweep_often(self) -> None:
         while True:
@@ -148,11 +114,14 @@ class TensorStore:
             except ServiceError as error:
                 logger.warning("the store's sweep will try again: %s", error.detail)
 
+    @abstractmethod
     async def sweep(self, now: float) -> None:
-        """Forget what expired; try again to write what the disk refused."""
-        for named in list(self._names.expired(now)):
-            await self._unbind(named)
-        await self.contents.retry()
+        """Forget what expired; try again to write what was refused."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether it takes tensors."""
+        return self.contents.files.writable
 
     def reclaim(self, nbytes: int) -> int:
         """Evict until the arena has a piece of `nbytes`, as far as that helps; returns the bytes freed."""
@@ -164,41 +133,44 @@ class TensorStore:
 
     # Lookups
 
-    def head(self, owner: str, name: str) -> Entry:
-        """What the name means. ServiceError not_found, or lost."""
-        return _entry(self._find(owner, name))
+    @abstractmethod
+    async def find(self, owner: str, name: str) -> Named[Content] | None:
+        """What the name means, if anything; lost contents too."""
 
-    def entries(self, owner: str, after: str, limit: int) -> tuple[list[Entry], str | None]:
+    @abstractmethod
+    async def entries(self, owner: str, after: str, limit: int) -> tuple[list[Entry], str | None]:
         """A page of the owner's tensors by name; and what to pass as `after` for the next."""
-        page, following = self._names.page(owner, after, limit, self.clock())
-        return [_entry(named) for named in page if not named.content.lost], following
 
-    def exists(self, owner: str, name: str) -> bool:
+    async def head(self, owner: str, name: str) -> Entry:
+        """What the name means. ServiceError not_found, or lost."""
+        return entry_of(await self._found(owner, name))
+
+    async def exists(self, owner: str, name: str) -> bool:
         """Whether the name means a tensor."""
-        return self._etag(owner, name) is not None
+        return await self._etag(owner, name) is not None
 
-    def check(self, owner: str, name: str, conditions: Conditions) -> None:
+    async def check(self, owner: str, name: str, conditions: Conditions) -> None:
         """Refuse early what `put` would refuse: precondition_failed."""
-        conditions.check(self._etag(owner, name))
+        conditions.check(await self._etag(owner, name))
 
-    def hold(self, owner: str, name: str) -> Hold:
+    async def hold(self, owner: str, name: str) -> Hold:
         """Keep what the name means now readable. ServiceError not_found, or lost."""
-        return self.contents.hold(self._find(owner, name).content)
+        return self.contents.hold((await self._found(owner, name)).content)
 
     async def pin(self, owner: str, name: str) -> Pin:
         """Bring what the name means now into the arena and keep it there. not_found, lost, no_room."""
-        hold = self.hold(owner, name)
+        hold = await self.hold(owner, name)
         try:
             return await self.contents.load(hold)
         finally:
             hold.release()
 
-    def _etag(self, owner: str, name: str) -> str | None:
-        named = self._names.get(owner, name, self.clock())
+    async def _etag(self, owner: str, name: str) -> str | None:
+        named = await self.find(owner, name)
         return None if named is None or named.content.lost else named.content.row.etag
 
-    def _find(self, owner: str, name: str) -> Named[Content]:
-        named = self._names.get(owner, name, self.clock())
+    async def _found(self, owner: str, name: str) -> Named[Content]:
+        named = await self.find(owner, name)
         if named is None:
             raise ServiceError("not_found", f"there is no tensor {name!r}")
         if named.content.lost:
@@ -231,7 +203,7 @@ class TensorStore:
         """
         if not valid(name):
             raise ServiceError("invalid", f"{name!r} can't be a tensor's name", field="name")
-        self.check(owner, name, conditions)
+        await self.check(owner, name, conditions)
         self.contents.check_share(owner, nbytes, share)
         hold = self.contents.reserve(owner, name, nbytes, dtype, shape)
         put = self._put_durable if durable else self._put_soon
@@ -243,7 +215,7 @@ class TensorStore:
         try:
             with source:
                 await self.contents.write(binding.hold.content, source)
-            return await self._bind(binding, conditions)
+            return await self.bind(binding, conditions)
         finally:
             binding.hold.release()
 
@@ -251,7 +223,7 @@ class TensorStore:
         try:
             with source:
                 await self.contents.keep(binding.hold.content, source)
-            entry = await self._bind(binding, conditions, soft=True)
+            entry = await self.bind(binding, conditions, soft=True)
             self.effects.spawn(self.contents.write_back_soon(binding.hold.content))
             return entry
         finally:
@@ -259,53 +231,23 @@ class TensorStore:
 
     async def delete(self, owner: str, name: str, conditions: Conditions = UNCONDITIONAL) -> None:
         """Forget the name. not_found, precondition_failed."""
-        self.check(owner, name, conditions)
-        named = self._names.get(owner, name, self.clock())
+        named = await self.find(owner, name)
+        conditions.check(None if named is None or named.content.lost else named.content.row.etag)
         if named is None:
             raise ServiceError("not_found", f"there is no tensor {name!r}")
-        await self.effects.to_the_end(self._unbind(named))
+        await self.effects.to_the_end(self.unbind(named))
 
-    async def _bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:
-        """Let the name mean the held content, if the conditions still hold."""
-        row = binding.hold.content.row
-        async with self.binding(row.owner, [binding]) as (name,):
-            self.check(row.owner, binding.name, conditions)
+    @abstractmethod
+    async def bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:
+        """Let the name mean the held content, if the conditions still hold; `soft`: its file is to follow."""
 
-            def commit(db: sqlite3.Connection) -> None:
-                index.add(db, row)
-                index.bind(db, name)
+    @abstractmethod
+    async def unbind(self, named: Named[Content]) -> None:
+        """Forget the name, if it still means this."""
 
-            await self.database.write(commit, soft=soft)
-        return _entry(Named(name.owner, name.name, binding.hold.content, name.created, name.expires))
-
-    @contextlib.asynccontextmanager
-    async def binding(self, owner: str, bindings: Sequence[Binding]) -> AsyncIterator[list[NameRow]]:
-        """Lock the names and yield their rows, to be committed in the block; then they mean the contents."""
-        async with contextlib.AsyncExitStack() as stack:
-            for name in sorted({binding.name for binding in bindings}):
-                await stack.enter_async_context(self._lock(owner, name))
-            now = self.clock()
-            rows = [
-                NameRow(owner, b.name, b.hold.content.row.id, now, None if b.ttl is None else now + b.ttl)
-                for b in bindings
-            ]
-            yield rows
-            for binding, row in zip(bindings, rows, strict=True):
-                content = binding.hold.content
-                content.needs += 1
-                before = self._names.set(Named(owner, row.name, content, now, row.expires))
-                if before is not None:
-                    self.contents.drop(before)
-
-    async def _unbind(self, named: Named[Content]) -> None:
-        async with self._lock(named.owner, named.name):
-            id_ = named.content.row.id
-            await self.database.write(lambda db: index.unbind(db, named.owner, named.name, id_))
-            if self._names.remove(named):
-                self.contents.drop(named.content)
-
-    def _lock(self, owner: str, name: str) -> asyncio.Lock:
-        return self._locks.setdefault((owner, name), asyncio.Lock())
+    @abstractmethod
+    def binding(self, owner: str, bindings: Sequence[Binding]) -> AbstractAsyncContextManager[list[NameRow]]:
+        """Yield rows of the names, to be committed in the block; then they mean the contents."""
 
     # For jobs, which keep contents besides names; their rows are in the job's own transactions
 
@@ -337,19 +279,17 @@ class TensorStore:
             raise
         return hold
 
+    @abstractmethod
     def kept(self, holds: Iterable[Hold]) -> None:
         """These contents have a keeper's row now."""
-        for hold in holds:
-            hold.content.needs += 1
 
+    @abstractmethod
     def unkept(self, contents: Iterable[str]) -> None:
         """A keeper's rows for these contents are gone."""
-        for id_ in contents:
-            self.contents.drop(self.contents.get(id_))
 
-    def hold_content(self, content: str) -> Hold:
+    @abstractmethod
+    async def hold_content(self, content: str) -> Hold:
         """Keep a content readable by its id, which its keeper knows. ServiceError lost."""
-        return self.contents.hold(self.contents.get(content))
 
 
 def _release_unclaimed(saving: asyncio.Task[Hold]) -> None:
@@ -358,7 +298,8 @@ def _release_unclaimed(saving: asyncio.Task[Hold]) -> None:
         saving.result().release()
 
 
-def _entry(named: Named[Content]) -> Entry:
+def entry_of(named: Named[Content]) -> Entry:
+    """What may be told of a name."""
     row = named.content.row
     return Entry(
         named.name, row.etag, row.dtype, row.shape, row.nbytes, named.created, named.expires, row.whole

@@ -19,7 +19,7 @@ from service.keys import Keys, Quota
 from service.metrics import Metrics
 from service.services import Services
 from service.settings import Settings
-from service.store import TensorStore
+from service.store import LocalStore
 from tests.service.computing import Computer
 from tests.service.storing import MIB, Clock
 
@@ -58,7 +58,7 @@ async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -
     arena = Arena.create(settings.arena_bytes)
     slots = Slots(arena)
     computer = Computer(slots)
-    store = TensorStore(settings, slots, lambda *tensors: None, clock=clock)
+    store = LocalStore(settings, slots, lambda *tensors: None, clock=clock)
     services: Any = Services(settings, Metrics(), Keys(settings), arena, slots, computer, store, None)
     services.jobs = Jobs(services, clock=clock)
     app = _app()

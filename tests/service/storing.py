@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from service.arena import Arena, Slots
-from service.store import TensorStore
+from service.store import LocalStore, TensorStore
 
 MIB = 1 << 20
 
@@ -45,12 +45,12 @@ class Settings:
 @contextlib.asynccontextmanager
 async def open_store(
     settings: Settings, *, clock: Clock | None = None, forgotten: list[str] | None = None
-) -> AsyncIterator[TensorStore]:
+) -> AsyncIterator[LocalStore]:
     """A started store over an arena of its own; the arena must be free of requests and replies at the end."""
     arena = Arena.create(settings.arena_bytes)
     slots = Slots(arena)
     told = forgotten if forgotten is not None else []
-    store = TensorStore(settings, slots, lambda *tensors: told.extend(tensors), clock=clock or Clock())
+    store = LocalStore(settings, slots, lambda *tensors: told.extend(tensors), clock=clock or Clock())
     await store.start()
     try:
         yield store

@@ -53,7 +53,7 @@ async def run(front: Front, *steps: dict[str, Any], owner: str = "ann", key: str
 
 
 async def result(front: Front, job: Job, step: str) -> np.ndarray:
-    hold = front.jobs.result(job, step)
+    hold = await front.jobs.result(job, step)
     data = await front.store.contents.read(hold, 0, hold.content.row.nbytes)
     hold.release()
     return np.frombuffer(data, np.float32).reshape(hold.content.row.shape)
@@ -109,7 +109,7 @@ class TestRun:
             assert document["steps"][0]["code"] == "unsupported"
             assert document["counts"] == {"failed": 1, "skipped": 2, "done": 1}
             with refused("not_found"):
-                front.jobs.result(job, "two")
+                await front.jobs.result(job, "two")
 
     @pytest.mark.parametrize("code", ["queue_full", "no_worker", "no_room"])
     async def test_what_passes_is_tried_again(self, settings: Settings, code: str) -> None:
@@ -147,7 +147,7 @@ class TestRun:
         async with open_front(settings) as front:
             job = await run(front, {**ONE, "out": {"handle": "d"}, "ttl_seconds": 50})
             np.testing.assert_array_equal(await get(front.store, "ann", "d"), A @ B)
-            assert front.store.head("ann", "d").expires == front.clock.now + 50
+            assert (await front.store.head("ann", "d")).expires == front.clock.now + 50
             np.testing.assert_array_equal(await result(front, job, "one"), A @ B)
         async with open_front(settings) as front:
             np.testing.assert_array_equal(await get(front.store, "ann", "d"), A @ B)
@@ -302,7 +302,7 @@ class TestIdempotency:
             assert again.id == first.id
             assert again.state == "done"
             with refused("not_found"):  # its time is over, yet it isn't done again
-                front.jobs.result(again, "one")
+                await front.jobs.result(again, "one")
             clock.now += 2 * 3600
             await front.jobs.sweep(clock.now)
             with refused("not_found"):
@@ -345,9 +345,9 @@ class TestSee:
             front.computer.gate.clear()
             job = await front.jobs.accept("ann", body(ONE), None)
             with refused("conflict"):
-                front.jobs.result(job, "one")
+                await front.jobs.result(job, "one")
             with refused("not_found"):
-                front.jobs.result(job, "none")
+                await front.jobs.result(job, "none")
 
     async def test_watch_tells_each_change(self, settings: Settings) -> None:
         async with open_front(settings) as front:

@@ -54,7 +54,7 @@ class TestPut:
         async with open_store(settings) as store:
             etag = await put(store, "ann", "w", array)
             assert (await get(store, "ann", "w")).tobytes() == array.tobytes()
-            entry = store.head("ann", "w")
+            entry = await store.head("ann", "w")
             assert (entry.etag, entry.dtype, entry.shape, entry.nbytes) == (etag, "fp32", (37, 5), 740)
             assert entry.durable
 
@@ -71,7 +71,7 @@ class TestPut:
         async with open_store(settings) as store:
             etag = await put(store, "ann", "w", tensor(8, 8))
         async with open_store(settings) as store:
-            assert store.head("ann", "w").etag == etag
+            assert (await store.head("ann", "w")).etag == etag
             np.testing.assert_array_equal(await get(store, "ann", "w"), tensor(8, 8))
 
     async def test_etag_names_content_dtype_and_shape(self, settings: Settings) -> None:
@@ -118,11 +118,11 @@ class TestNames:
         async with open_store(settings) as store:
             await put(store, "ann", "w", tensor(2, 2))
             await put(store, "bob", "w", tensor(3, 3))
-            assert store.head("ann", "w").shape == (2, 2)
-            assert store.head("bob", "w").shape == (3, 3)
+            assert (await store.head("ann", "w")).shape == (2, 2)
+            assert (await store.head("bob", "w")).shape == (3, 3)
             for find in (store.head, store.hold):
                 with refused("not_found"):
-                    find("eve", "w")
+                    await find("eve", "w")
             with refused("not_found"):
                 await store.delete("eve", "w")
 
@@ -131,9 +131,9 @@ class TestNames:
             for name in ("c", "a", "b"):
                 await put(store, "ann", name, tensor(1, 1))
             await put(store, "bob", "d", tensor(1, 1))
-            page, following = store.entries("ann", "", 2)
+            page, following = await store.entries("ann", "", 2)
             assert [entry.name for entry in page] == ["a", "b"]
-            page, following = store.entries("ann", following, 2)
+            page, following = await store.entries("ann", following, 2)
             assert [entry.name for entry in page] == ["c"]
             assert following is None
 
@@ -142,11 +142,11 @@ class TestNames:
         async with open_store(settings, clock=clock) as store:
             await put(store, "ann", "w", tensor(2, 2), ttl=10.0)
             clock.now += 9.9
-            assert store.head("ann", "w").expires == pytest.approx(clock.now + 0.1)
+            assert (await store.head("ann", "w")).expires == pytest.approx(clock.now + 0.1)
             clock.now += 0.1
             with refused("not_found"):
-                store.head("ann", "w")
-            assert store.entries("ann", "", 9) == ([], None)
+                await store.head("ann", "w")
+            assert await store.entries("ann", "", 9) == ([], None)
             await store.sweep(clock.now)
             await settle(store)
             assert store.contents.disk_bytes == 0
@@ -159,7 +159,7 @@ class TestNames:
             await put(store, "ann", "w", tensor(2, 2), ttl=20.0)
             clock.now += 15
             await store.sweep(clock.now)
-            assert store.head("ann", "w").shape == (2, 2)
+            assert (await store.head("ann", "w")).shape == (2, 2)
 
     async def test_expired_before_a_restart(self, settings: Settings) -> None:
         clock = Clock()
@@ -168,7 +168,7 @@ class TestNames:
         clock.now += 11
         async with open_store(settings, clock=clock) as store:
             with refused("not_found"):
-                store.head("ann", "w")
+                await store.head("ann", "w")
 
 
 class TestConditions:
@@ -178,7 +178,7 @@ class TestConditions:
             await put(store, "ann", "w", tensor(2, 2), conditions=absent)
             with refused("precondition_failed"):
                 await put(store, "ann", "w", tensor(3, 3), conditions=absent)
-            assert store.head("ann", "w").shape == (2, 2)
+            assert (await store.head("ann", "w")).shape == (2, 2)
 
     async def test_put_if_unchanged(self, settings: Settings) -> None:
         async with open_store(settings) as store:
@@ -188,7 +188,7 @@ class TestConditions:
             await put(store, "ann", "w", tensor(3, 3), conditions=Conditions(if_match={first}))
             with refused("precondition_failed"):
                 await store.delete("ann", "w", Conditions(if_match={first}))
-            assert store.head("ann", "w").shape == (3, 3)
+            assert (await store.head("ann", "w")).shape == (3, 3)
 
     async def test_of_many_at_once_one_wins(self, settings: Settings) -> None:
         absent = Conditions(if_none_match={"*"})
@@ -197,7 +197,7 @@ class TestConditions:
             results = await asyncio.gather(*puts, return_exceptions=True)
             (winner,) = [result for result in results if isinstance(result, str)]
             assert {e.code for e in results if isinstance(e, ServiceError)} == {"precondition_failed"}
-            assert store.head("ann", "w").etag == winner
+            assert (await store.head("ann", "w")).etag == winner
             await settle(store)
             assert len(list((settings.data / "tensors").iterdir())) == 1
             assert store.contents.disk_bytes == 128 + 16
@@ -209,7 +209,7 @@ class TestPins:
         forgotten: list[str] = []
         async with open_store(settings, forgotten=forgotten) as store:
             etag = await put(store, "ann", "w", tensor(8, 8))
-            hold = store.hold("ann", "w")
+            hold = await store.hold("ann", "w")
             evict(store)
             if change == "replace":
                 await put(store, "ann", "w", tensor(8, 8, seed=1))
@@ -261,7 +261,9 @@ class TestMemory:
             await put(store, "ann", "e", tensor(512, 512))
             assert store.contents.memory.nbytes == settings.store_memory_bytes
             resident = [
-                n for n in "abcde" if store.contents.resident(hold := store.hold("ann", n)) or hold.release()
+                n
+                for n in "abcde"
+                if store.contents.resident(hold := await store.hold("ann", n)) or hold.release()
             ]
             assert resident == ["a", "c", "d", "e"]
 
@@ -296,7 +298,7 @@ class TestMemory:
         array = tensor(512, 512)
         async with open_store(settings) as store:
             await put(store, "ann", "w", array)
-            hold = store.hold("ann", "w")
+            hold = await store.hold("ann", "w")
             warm = await store.contents.read(hold, 100, 1000)
             evict(store)
             assert await store.contents.read(hold, 100, 1000) == warm == array.tobytes()[100:1100]
@@ -351,7 +353,7 @@ class TestDisk:
                 assert error.value.code in {"no_room", "read_only"}
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            assert [entry.name for entry in store.entries("ann", "", 9)[0]] == ["w"]
+            assert [entry.name for entry in (await store.entries("ann", "", 9))[0]] == ["w"]
             await put(store, "ann", "small", tensor(2, 2))
             await settle(store)
             assert len(list((settings.data / "tensors").iterdir())) == 2
@@ -423,7 +425,7 @@ class TestWriteBack:
             assert again.etag != entry.etag
             np.testing.assert_array_equal(await get(store, "ann", "d"), tensor(8, 8))
             await settle(store)
-            assert store.head("ann", "d").durable
+            assert (await store.head("ann", "d")).durable
         async with open_store(settings) as store:
             np.testing.assert_array_equal(await get(store, "ann", "d"), tensor(8, 8))
 
@@ -434,11 +436,11 @@ class TestWriteBack:
         monkeypatch.setattr(files, "write", lambda *args: (writes.append(args), write(*args)))
         async with open_store(settings) as store:
             await put(store, "ann", "d", tensor(512, 512), durable=False)
-            hold = store.hold("ann", "d")
+            hold = await store.hold("ann", "d")
             await asyncio.gather(*(store.contents.write_back(hold.content) for _ in range(3)))
             hold.release()
             assert len(writes) == 1
-            assert store.head("ann", "d").durable
+            assert (await store.head("ann", "d")).durable
 
     async def test_whose_row_is_refused_is_tried_again(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -482,16 +484,16 @@ class TestWriteBack:
                 await put(store, "ann", "d", tensor(8, 8), durable=False)
                 await put(store, "ann", "e", tensor(8, 8, seed=1), durable=False)
                 await settle(store)
-            assert not store.head("ann", "d").durable
+            assert not (await store.head("ann", "d")).durable
             pin = await store.pin("ann", "d")
             slot = store.contents.memory.slots.allocate(8 * MIB - 8192)
             assert store.reclaim(4096) == 4096  # the arena's need comes first: e had no other copy
             with refused("lost"):
-                store.head("ann", "e")
+                await store.head("ann", "e")
             pin.release()
             slot.release()
             await store.sweep(0.0)
-            assert store.head("ann", "d").durable
+            assert (await store.head("ann", "d")).durable
 
 
 class TestLock:
@@ -538,10 +540,10 @@ asyncio.run(main())
 """
 
 
-def lost(store: TensorStore, name: str) -> bool:
+async def lost(store: TensorStore, name: str) -> bool:
     """Whether the store says so; that it never heard of the tensor is a failure."""
     try:
-        store.head("ann", name)
+        await store.head("ann", name)
     except ServiceError as error:
         if error.code != "lost":
             raise
@@ -572,7 +574,7 @@ class TestKilled:
 
         async with open_store(settings) as store:
             for name, (etag, seed) in told.items():
-                if etag == "soft" and lost(store, name):
+                if etag == "soft" and await lost(store, name):
                     continue
                 if etag == "soft":
                     np.testing.assert_array_equal(await get(store, "ann", name), tensor(256, 256, seed))
@@ -583,7 +585,7 @@ class TestKilled:
                     tensor(512, 512, seed).tobytes(),
                     tensor(512, 512, seed + 3).tobytes(),
                 )
-            kept = [entry for entry in store.entries("ann", "", 9999)[0] if entry.durable]
+            kept = [entry for entry in (await store.entries("ann", "", 9999))[0] if entry.durable]
             on_disk = list(tensors.iterdir())
             assert len(on_disk) == len(kept)
             assert sum(file.stat().st_size for file in on_disk) == store.contents.disk_bytes
@@ -602,7 +604,7 @@ class TestAgainstAModel:
         expiry: dict[tuple[str, str], float] = {}
         for _ in range(3):  # with restarts between
             async with open_store(settings, clock=clock) as store:
-                self.compare(store, model, expiry, clock)
+                await self.compare(store, model, expiry, clock)
                 pins: list[tuple[Pin | Hold, bytes]] = []
                 for _ in range(60):
                     await self.operate(random, store, model, expiry, clock, pins)
@@ -610,7 +612,7 @@ class TestAgainstAModel:
                     await self.check_pin(store, pin, data)
                 await store.sweep(clock.now)
                 await settle(store)
-                self.compare(store, model, expiry, clock)
+                await self.compare(store, model, expiry, clock)
                 files_ = list((settings.data / "tensors").iterdir())
                 assert len(files_) == len(store.contents._contents) == self.live(model, expiry, clock)
                 assert sum(file.stat().st_size for file in files_) == store.contents.disk_bytes
@@ -651,7 +653,7 @@ class TestAgainstAModel:
                 await store.delete(owner, name)
                 del model[key]
             case "pin" | "hold" as kind if there and len(pins) < 6:
-                pins.append((await store.pin(*key) if kind == "pin" else store.hold(*key), model[key]))
+                pins.append((await store.pin(*key) if kind == "pin" else await store.hold(*key), model[key]))
             case "pin" | "delete" if not there:
                 with refused("not_found"):
                     await store.pin(owner, name)
@@ -675,14 +677,14 @@ class TestAgainstAModel:
         return sum(clock.now < expiry[key] for key in model)
 
     @staticmethod
-    def compare(
+    async def compare(
         store: TensorStore,
         model: dict[tuple[str, str], bytes],
         expiry: dict[tuple[str, str], float],
         clock: Clock,
     ) -> None:
         for owner in ("ann", "bob"):
-            entries, _ = store.entries(owner, "", 99)
+            entries, _ = await store.entries(owner, "", 99)
             want = sorted(n for (o, n) in model if o == owner and clock.now < expiry[o, n])
             assert [entry.name for entry in entries] == want
             assert all(entry.durable for entry in entries)

@@ -1,0 +1,185 @@
+"""The tensor store of one front: receives tensors, keeps them in files of the data folder and rows in SQLite.
+
+The folder is this front's alone, so all names are in memory; disk is the truth: a tensor is there once its
+file, its folder and its row are synced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from service.arena import Slots
+from service.database import Database
+from service.folder import DataFolder, FolderBroken
+from service.session import Session
+from service.store import files, index
+from service.store.conditions import Conditions
+from service.store.content import Content, Hold
+from service.store.contents import Contents
+from service.store.effects import Effects
+from service.store.files import FolderFiles
+from service.store.index import NameRow
+from service.store.names import Named, Names
+from service.store.store import Binding, Entry, StoreSettings, TensorStore, entry_of
+
+logger = logging.getLogger(__name__)
+
+
+class LocalStore(TensorStore):
+    """See the module. `forget(*tensors)` is told what a device cache may drop."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        slots: Slots,
+        forget: Callable[..., None],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = DataFolder(Path(settings.data).expanduser())
+        self.database = Database(self.folder.database)
+        effects = Effects()
+        self.files = FolderFiles(self.folder.tensors, effects)
+        contents = Contents(
+            self.files,
+            self.database,
+            effects,
+            slots,
+            memory_budget=settings.store_memory_bytes,
+            disk_budget=settings.store_disk_bytes,
+            forget=forget,
+        )
+        super().__init__(self.database, effects, contents, clock)
+        self._names: Names[Content] = Names()
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+
+    # Life
+
+    async def start(self) -> None:
+        """Lock the folder, read the index, reclaim what a front that died left half done.
+
+        FolderTaken where another front holds the folder; FolderBroken where the index can't be read.
+        """
+        await self.effects.in_pool(self._open)
+        await self.database.prepare(index.prepare)
+        contents, names, keeps = await self.database.read(index.load)
+        self.contents.restore(contents, await self._whole({row.id for row in contents}))
+        for row in names:
+            content = self.contents.get(row.content)
+            content.needs += 1
+            self._names.set(Named(row.owner, row.name, content, row.created, row.expires))
+        for _, id_ in keeps:
+            self.contents.get(id_).needs += 1
+        if self.folder.writable:
+            self.sweep_often()
+
+    def _open(self) -> None:
+        self.folder.open()
+        self.files.writable = self.folder.writable
+        if not self.folder.writable:
+            logger.warning("the data folder %s can't be written: serving what it holds", self.folder.path)
+        try:
+            self.database.open(writable=self.folder.writable)
+        except sqlite3.Error as error:
+            self.folder.close()
+            raise FolderBroken(f"the database {self.folder.database} can't be opened: {error}") from error
+
+    async def _whole(self, known: set[str]) -> set[str]:
+        """Ids of the contents whose file is there."""
+        if not self.folder.writable:
+            return await self.effects.in_pool(files.present, self.folder.tensors, known)
+        reclaimed, whole = await self.effects.in_pool(files.reclaim, self.folder.tensors, known)
+        if reclaimed:
+            logger.info("reclaimed %d bytes of unfinished tensors", reclaimed)
+        if lost := known - whole:
+            logger.warning("%d tensors were lost before they were durable", len(lost))
+        await self.database.write(lambda db: index.settle(db, whole))
+        return whole
+
+    async def end(self) -> None:
+        """Let the folder go."""
+        await asyncio.to_thread(self.database.close)
+        self.folder.close()
+
+    async def sweep(self, now: float) -> None:
+        """Forget what expired; try again to write what the disk refused."""
+        for named in list(self._names.expired(now)):
+            await self.unbind(named)
+        await self.contents.retry()
+
+    # Lookups
+
+    async def find(self, owner: str, name: str) -> Named[Content] | None:
+        """What the name means, if anything; lost contents too."""
+        return self._names.get(owner, name, self.clock())
+
+    async def entries(self, owner: str, after: str, limit: int) -> tuple[list[Entry], str | None]:
+        """A page of the owner's tensors by name; and what to pass as `after` for the next."""
+        page, following = self._names.page(owner, after, limit, self.clock())
+        return [entry_of(named) for named in page if not named.content.lost], following
+
+    async def hold_content(self, content: str) -> Hold:
+        """Keep a content readable by its id, which its keeper knows. ServiceError lost."""
+        return self.contents.hold(self.contents.get(content))
+
+    # Changes
+
+    async def bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:
+        """Let the name mean the held content, if the conditions still hold."""
+        row = binding.hold.content.row
+        async with self.binding(row.owner, [binding]) as (name,):
+            await self.check(row.owner, binding.name, conditions)
+
+            def commit(db: Session) -> None:
+                index.add(db, row)
+                index.bind(db, name)
+
+            await self.database.write(commit, soft=soft)
+        return entry_of(Named(name.owner, name.name, binding.hold.content, name.created, name.expires))
+
+    @contextlib.asynccontextmanager
+    async def binding(self, owner: str, bindings: Sequence[Binding]) -> AsyncIterator[list[NameRow]]:
+        """Lock the names and yield their rows, to be committed in the block; then they mean the contents."""
+        async with contextlib.AsyncExitStack() as stack:
+            for name in sorted({binding.name for binding in bindings}):
+                await stack.enter_async_context(self._lock(owner, name))
+            now = self.clock()
+            rows = [
+                NameRow(owner, b.name, b.hold.content.row.id, now, None if b.ttl is None else now + b.ttl)
+                for b in bindings
+            ]
+            yield rows
+            for binding, row in zip(bindings, rows, strict=True):
+                content = binding.hold.content
+                content.needs += 1
+                before = self._names.set(Named(owner, row.name, content, now, row.expires))
+                if before is not None:
+                    self.contents.drop(before)
+
+    async def unbind(self, named: Named[Content]) -> None:
+        """Forget the name, if it still means this."""
+        async with self._lock(named.owner, named.name):
+            id_ = named.content.row.id
+            await self.database.write(lambda db: index.unbind(db, named.owner, named.name, id_))
+            if self._names.remove(named):
+                self.contents.drop(named.content)
+
+    def _lock(self, owner: str, name: str) -> asyncio.Lock:
+        return self._locks.setdefault((owner, name), asyncio.Lock())
+
+    def kept(self, holds: Iterable[Hold]) -> None:
+        """These contents have a keeper's row now."""
+        for hold in holds:
+            hold.content.needs += 1
+
+    def unkept(self, contents: Iterable[str]) -> None:
+        """A keeper's rows for these contents are gone."""
+        for id_ in contents:
+            self.contents.drop(self.contents.get(id_))
