@@ -92,6 +92,13 @@ def serving() -> list[str]:
     if moved:
         told = ", ".join(f"{name} {row['ratio']['median']:.2f}" for name, row in moved.items())
         lines.append(f"- **Bytes in and out**, as a share of bare socket calls: {told}.")
+    lines += [
+        f"- **Stacking** ({row['clients']} clients, {row['workload']}): {row['requests_per_second']['median']:.0f} requests a "
+        f"second, {row['gain']['median']:.1f} × those without; torch alone gains {row['bare_torch_gain']['median']:.1f} × from "
+        "16 rows to 1024."
+        for row in document["rows"]
+        if row["part"] == "stacking"
+    ]
     return lines
 
 

@@ -9,11 +9,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -72,6 +74,35 @@ def _await(process: subprocess.Popen[bytes], probe: str, seconds: float) -> None
                 return
         time.sleep(0.05)
     raise RuntimeError(f"no answer at {probe} within {seconds:g} s")
+
+
+def ours(port: int, data: Path, *flags: str) -> list[str]:
+    """The command of our server."""
+    common = ["--port", str(port), "--data", str(data), "--log-level", "warning", "--arena-bytes", "1536MiB"]
+    return [sys.executable, "-m", "service", "serve", *common, *flags]
+
+
+@contextlib.contextmanager
+def one_service(*flags: str) -> Iterator[tuple[int, httpx.Client]]:
+    """One of our own, alone: its port, and a client of it."""
+    port = free_port()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(ours(port, Path(folder), *flags), f"http://127.0.0.1:{port}/health/ready"),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http,
+    ):
+        yield port, http
+
+
+def put(http: httpx.Client, name: str, x: Any) -> None:
+    """Store `x`, fp32, under `name`."""
+    shape = "x".join(map(str, x.shape))
+    http.put(
+        f"/tensors/{name}",
+        params={"shape": shape, "dtype": "fp32"},
+        content=x.tobytes(),
+        headers={"content-type": RAW},
+    ).raise_for_status()
 
 
 def wrk(url: str, body: Path, *, clients: int, seconds: float, media: str = RAW) -> Counted:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ import numpy as np
 from rich.progress import Progress
 
 from benchmarks import record
-from benchmarks.load import RAW, Counted, free_port, served, wrk
+from benchmarks.load import RAW, Counted, free_port, one_service, ours, put, served, wrk
+from benchmarks.stacking import stacking
 from benchmarks.transfers import Peer, Raw
 
 N = 256
@@ -32,12 +33,6 @@ MIB = 1 << 20
 PACKAGES = ("numpy", "torch", "fastapi", "uvicorn", "uvloop", "httptools", "mosec", "litserve")
 RAW_QUERY = f"a_shape={N}x{N}&b_shape={N}x{N}&dtype=fp32"
 Row = dict[str, Any]
-
-
-def ours(port: int, data: Path, *flags: str) -> list[str]:
-    """The command of our server."""
-    common = ["--port", str(port), "--data", str(data), "--log-level", "warning", "--arena-bytes", "1536MiB"]
-    return [sys.executable, "-m", "service", "serve", *common, *flags]
 
 
 def contenders(data: Path) -> dict[str, tuple[list[str], str, str]]:
@@ -131,21 +126,10 @@ def _rate_row(name: str, runs: list[Counted], own: list[Counted]) -> Row:
     }
 
 
-@contextlib.contextmanager
-def _one_service(*flags: str) -> Iterator[tuple[int, httpx.Client]]:
-    port = free_port()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        served(ours(port, Path(folder), *flags), f"http://127.0.0.1:{port}/health/ready"),
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http,
-    ):
-        yield port, http
-
-
 def transfers(rounds: int, tick: Callable[[str], None]) -> list[Row]:
     """Uploads into the arena and replies from it, against bare socket calls."""
     rows = []
-    with _one_service() as (port, http):
+    with one_service() as (port, http):
         peer, raw = Peer(port), Raw(256 * MIB)
         for mib in (8, 64, 256):
             body = memoryview(np.random.default_rng(3).bytes(mib * MIB + 4096))
@@ -156,7 +140,7 @@ def transfers(rounds: int, tick: Callable[[str], None]) -> list[Row]:
                 pairs.append((peer.exchange("POST", target, body), raw.receive(body[: mib * MIB])))
             rows.append(_transfer_row(f"upload {mib} MiB", mib * MIB, pairs))
         for mib in (8, 64):
-            _put(http, f"t{mib}", np.zeros((mib * 256, 1024), np.float32))
+            put(http, f"t{mib}", np.zeros((mib * 256, 1024), np.float32))
             into = memoryview(bytearray(mib * MIB))
             pairs = []
             for _ in range(rounds):
@@ -180,16 +164,6 @@ def _transfer_row(name: str, nbytes: int, pairs: list[tuple[float, float]]) -> R
     }
 
 
-def _put(http: httpx.Client, name: str, x: Any) -> None:
-    shape = "x".join(map(str, x.shape))
-    http.put(
-        f"/tensors/{name}",
-        params={"shape": shape, "dtype": "fp32"},
-        content=x.tobytes(),
-        headers={"content-type": "application/octet-stream"},
-    ).raise_for_status()
-
-
 def overhead(rounds: int, tick: Callable[[str], None]) -> list[Row]:
     """A product of stored handles with a small result, one client on a kept connection, over the bare product."""
     random = np.random.default_rng(5)
@@ -198,9 +172,9 @@ def overhead(rounds: int, tick: Callable[[str], None]) -> list[Row]:
         random.standard_normal((1024, 64)).astype(np.float32),
     )
     rows = []
-    with _one_service() as (port, http):
-        _put(http, "a", a)
-        _put(http, "b", b)
+    with one_service() as (port, http):
+        put(http, "a", a)
+        put(http, "b", b)
         peer, into = Peer(port), memoryview(bytearray(64 * 64 * 4))
         for _ in range(50):
             peer.exchange("POST", "/gemm?a=handle:a&b=handle:b", into=into)
@@ -226,87 +200,6 @@ def overhead(rounds: int, tick: Callable[[str], None]) -> list[Row]:
         }
     )
     return rows
-
-
-def stacking(rounds: int, seconds: float, tick: Callable[[str], None]) -> list[Row]:
-    """64 clients with M = 16 against one stored 4096×4096 weight: the gain of stacking, and bare torch's."""
-    random = np.random.default_rng(7)
-    weight = random.standard_normal((4096, 4096)).astype(np.float32)
-    a = random.standard_normal((16, 4096)).astype(np.float32)
-    target = "/gemm?a_shape=16x4096&dtype=fp32&b=handle:w"
-    with tempfile.TemporaryDirectory() as folder:
-        body = Path(folder, "body")
-        body.write_bytes(a.tobytes())
-        with _one_service() as (port, http), _one_service("--batch-requests", "1") as (alone_port, alone):
-            for client in (http, alone):
-                _put(client, "w", weight)
-            headers = {"content-type": "application/octet-stream"}
-            single = alone.post(target, content=a.tobytes(), headers=headers).content
-            stacked_rates, alone_rates, bare = [], [], []
-            for _ in range(rounds):
-                tick("stacked")
-                stacked_rates.append(
-                    wrk(
-                        f"http://127.0.0.1:{port}{target}", body, clients=64, seconds=seconds
-                    ).requests_per_second
-                )
-                tick("alone")
-                alone_rates.append(
-                    wrk(
-                        f"http://127.0.0.1:{alone_port}{target}", body, clients=64, seconds=seconds
-                    ).requests_per_second
-                )
-                bare.append(64 * _rows_seconds(weight, 16) / _rows_seconds(weight, 1024))
-            equal = _equal_in_stack(f"http://127.0.0.1:{port}{target}", a.tobytes(), single)
-            mean = _mean_batch(http.get("/metrics").text)
-    gains = [s / o for s, o in zip(stacked_rates, alone_rates, strict=True)]
-    return [
-        {
-            "server": "gemm-service",
-            "workload": "M = 16 against a stored 4096×4096 fp32 weight",
-            "clients": 64,
-            "requests_per_second": record.spread(stacked_rates),
-            "unstacked_requests_per_second": record.spread(alone_rates),
-            "gain": record.spread(gains),
-            "bare_torch_gain": record.spread(bare),
-            "kept": record.spread([g / t for g, t in zip(gains, bare, strict=True)]),
-            "equal_bits": equal,
-            "mean_batch": mean,
-        }
-    ]
-
-
-def _rows_seconds(weight: Any, rows: int) -> float:
-    import torch
-
-    x, w = torch.from_numpy(np.ones((rows, 4096), np.float32)), torch.from_numpy(weight)
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        torch.matmul(x, w)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def _equal_in_stack(url: str, body: bytes, single: bytes) -> bool:
-    """Whether 32 clients at once get the bits that one alone got."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def ask(_: int) -> bytes:
-        headers = {"content-type": "application/octet-stream"}
-        return httpx.post(url, content=body, headers=headers, timeout=60).content
-
-    with ThreadPoolExecutor(32) as pool:
-        return all(answer == single for answer in pool.map(ask, range(32)))
-
-
-def _mean_batch(text: str) -> float:
-    values = {
-        line.split()[0]: float(line.split()[1])
-        for line in text.splitlines()
-        if line.startswith("gemm_batch_requests_")
-    }
-    return values["gemm_batch_requests_sum"] / values["gemm_batch_requests_count"]
 
 
 def start(rounds: int, tick: Callable[[str], None]) -> list[Row]:

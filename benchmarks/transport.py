@@ -22,8 +22,7 @@ import tritonclient.utils.shared_memory as shm
 from rich.progress import track
 
 from benchmarks import record
-from benchmarks.load import free_port, served
-from benchmarks.serving import ours
+from benchmarks.load import free_port, ours, served
 from service.client import Client
 
 M, N = 16, 16
