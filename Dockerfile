@@ -9,18 +9,23 @@ ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
-RUN python -m venv /opt/venv
 COPY pyproject.toml constraints.txt README.md ./
+# The list of what an image holds (SBOM) is made by a tool that the image doesn't hold.
+RUN python -m venv /opt/venv \
+ && python -m venv /opt/tools \
+ && /opt/tools/bin/pip install -c constraints.txt cyclonedx-bom
 COPY service service
 COPY kernels kernels
 
 FROM build AS build-cpu
 # TORCH_ARGS may name another index for torch's CPU build, which is smaller than the default one.
 ARG TORCH_ARGS=""
-RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc]'
+RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc]' \
+ && /opt/tools/bin/cyclonedx-py environment --output-reproducible -o /opt/venv/sbom.json /opt/venv/bin/python
 
 FROM build AS build-cuda
-RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu,grpc]'
+RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu,grpc]' \
+ && /opt/tools/bin/cyclonedx-py environment --output-reproducible -o /opt/venv/sbom.json /opt/venv/bin/python
 
 # ---- the kernels, compiled ahead of time: the final image holds no compiler -----------------------------------
 FROM build AS kernels

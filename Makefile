@@ -13,7 +13,7 @@ CI := 'ci and not gpu and not slow'
 # Tests that hold real processes to times get a second try on a machine that others use too; each is reported.
 AGAIN := --reruns 1 -r R
 
-.PHONY: help demo serve test browser test-ci test-gpu lint proto soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser test-ci test-gpu lint proto audit sbom soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -64,6 +64,13 @@ lint: $(VENV)/.dev ## Check style and types
 proto: $(VENV)/.dev ## Write the messages of gRPC again from service/inference/proto/inference.proto
 	$(PIP) grpcio-tools
 	cd service/inference/proto && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. inference.proto
+
+audit: $(VENV)/.dev ## Ask the advisory database (online) about every pinned version
+	$(PIP) -e '.[audit]'
+	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
+sbom: $(VENV)/.dev ## Write sbom.json (CycloneDX): what is installed in VENV, with versions and licences
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
 soak: $(VENV)/.dev ## 200,000 random requests against a real service; writes benchmarks/results
 	$(BIN)/python -m benchmarks.soak

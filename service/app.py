@@ -37,6 +37,7 @@ from service.services import Services
 from service.settings import Settings, SettingsError
 from service.store import LocalStore
 from service.supervisor import Options, Supervisor
+from service.tls import Certificates
 
 _ROUTERS = (gemm.router, tensors.router, jobs.router, inference.router, info.router, page.router)
 _DOCS = Path(fastapi_offline.__file__).parent / "static"
@@ -56,8 +57,11 @@ class App(FastAPI):
         return self.openapi_schema
 
 
-def create_app(settings: Settings | None = None) -> FastAPI:
-    """The app; `settings` None reads GEMM_* and the TOML file when the server starts it."""
+def create_app(settings: Settings | None = None, certificates: Certificates | None = None) -> FastAPI:
+    """The app; `settings` None reads GEMM_* and the TOML file when the server starts it.
+
+    `certificates` are for gRPC, which has a listener of its own.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,7 +74,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             if services.settings.local:
                 services.local = LocalServer(services)
                 services.local.start()
-            async with serving_grpc(services, app.version):
+            async with serving_grpc(services, app.version, certificates):
                 yield
         finally:
             await shut(services)
@@ -90,7 +94,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 
 @contextlib.asynccontextmanager
-async def serving_grpc(services: Services, version: str) -> AsyncIterator[None]:
+async def serving_grpc(
+    services: Services, version: str, certificates: Certificates | None
+) -> AsyncIterator[None]:
     """The inference protocol over gRPC, where a port is set, for the length of a block."""
     settings = services.settings
     if settings.grpc_port is None:
@@ -102,7 +108,10 @@ async def serving_grpc(services: Services, version: str) -> AsyncIterator[None]:
         raise SettingsError("grpc_port: needs the extra grpc: pip install 'gemm-service[grpc]'") from None
     # Beside a Unix socket, gRPC is for this machine too.
     host = settings.host if settings.uds is None else "127.0.0.1"
-    server, services.inference.grpc_port = await rpc.serve(services, host, settings.grpc_port, version)
+    credentials = None if certificates is None else certificates.grpc_credentials()
+    server, services.inference.grpc_port = await rpc.serve(
+        services, host, settings.grpc_port, version, credentials
+    )
     try:
         yield
     finally:

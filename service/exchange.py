@@ -145,7 +145,7 @@ class Exchange(RequestResponseCycle):
                 return
             if self.disconnected:
                 raise ClientGone
-            if self.protocol.direct or (sum(map(len, rest)) >= DIRECT_BYTES and self.protocol.can_direct):
+            if self.protocol.direct or sum(map(len, rest)) >= DIRECT_BYTES:
                 await self._receive_directly(rest)
                 return
             await self._wait_for_body()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from service import audit
 from service.errors import ServiceError
 from service.logs import Log
 from service.settings import Settings, SettingsError
@@ -107,7 +108,10 @@ class Keys:
         return self.path is not None
 
     def check(self, authorization: str | None) -> Principal:
-        """The principal of an Authorization header; ServiceError unauthorized where it names no valid key."""
+        """The principal of an Authorization header, for whom this task acts from here on (see service.audit).
+
+        ServiceError unauthorized where it names no valid key.
+        """
         if self.path is None:
             return ANONYMOUS
         self._look()
@@ -126,6 +130,7 @@ class Keys:
         key, principal = known
         if key.expires is not None and key.expires <= time.time():
             raise _unauthorized("this API key has expired")
+        audit.acting(key.id)
         return principal
 
     def in_force(self, key_id: str) -> bool:

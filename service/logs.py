@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from contextvars import ContextVar, Token
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TextIO
 
 import msgspec
@@ -118,6 +119,14 @@ class Log:
         """Something failed."""
         self._emit(logging.ERROR, event, fields, exception)
 
+    def always(self, event: str, **fields: Any) -> None:
+        """A record that no level suppresses; it goes to the stage's own file where it has one."""
+        sink = _Now.own.get(self._stage) or _Now.sink
+        if sink is None:
+            self._logger.log(logging.INFO, event, extra={"fields": fields})
+        else:
+            sink.write(_document(time.time(), logging.INFO, self._stage, event, fields, None))
+
     def _emit(
         self, level: int, event: str, fields: dict[str, Any], exception: BaseException | None = None
     ) -> None:
@@ -143,6 +152,11 @@ def setup(log_format: str = "auto", level: str = "info", stream: TextIO | None =
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
+def own_file(stage: str, path: Path) -> None:
+    """What `Log.always` writes for `stage` goes to `path` from here on. OSError where it can't be written."""
+    _Now.own[stage] = _File(path)
+
+
 class _Sink:
     """Writes documents to a stream, a line each."""
 
@@ -164,6 +178,36 @@ class _Json(_Sink):
 
     def line(self, document: dict[str, Any]) -> str:
         return msgspec.json.encode(document, enc_hook=str).decode()
+
+
+class _File(_Json):
+    """Appends to a file of mode 0600, opened again when its name means another one. What can't be written there
+    goes to the log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._stamp = self._seen()
+
+    def _seen(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def write(self, document: dict[str, Any]) -> None:
+        try:
+            if self._seen() != self._stamp:
+                os.close(self._descriptor)
+                self._open()
+            os.write(self._descriptor, (self.line(document) + "\n").encode())
+        except OSError as error:
+            if _Now.sink is not None:
+                _Now.sink.write({**document, "level": "error", "unwritten": str(error)})
 
 
 class _Console(_Sink):
@@ -203,6 +247,7 @@ class _Now:
     """Where lines go, and the last formatted second, which most lines share with the one before."""
 
     sink: _Sink | None = None
+    own: ClassVar[dict[str, _Sink]] = {}
     second: int = 0
     stamp: str = ""
 

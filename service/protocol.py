@@ -84,7 +84,6 @@ class GemmProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self.lost = asyncio.Event()
         self.direct: Filler | None = None
-        self.can_direct = True
         #: The exchange whose application runs.
         self.active: Exchange | None = None
         self._filling: asyncio.Future[None] | None = None
@@ -101,9 +100,9 @@ class GemmProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_protocol(self._head)
-        # Paused while anything is unsent, so that resume_writing says "drained".
-        transport.set_write_buffer_limits(high=0, low=0)
-        self.can_direct = self.scheme == "http"
+        # Paused while anything is unsent, so that resume_writing says "drained". uvloop's TLS pauses at `high`,
+        # its plain transport above it.
+        transport.set_write_buffer_limits(high=int(self.scheme == "https"), low=0)
         cls = type(self)
         if cls._sweep is None or cls._sweep.loop is not self.loop:
             cls._sweep = Sweep(self.loop, self.limits.interval)
@@ -126,6 +125,8 @@ class GemmProtocol(HttpToolsProtocol):
         """The client sends no more. It may still read, so what it asked for is answered."""
         self._eof = True
         latest: Exchange | None = self.cycle
+        if not self.transport.can_write_eof():
+            return False  # TLS has no half-close: the connection is over
         if self.lost.is_set() or self._patience.lingering or latest is None or latest.response_complete:
             return False
         if latest.more_body:
@@ -417,13 +418,14 @@ class GemmProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """End our side; drop what the client sends for a while, so that no reset destroys what we said."""
         self._patience.linger(self.loop.time())
-        if self._eof or not self.can_direct:
+        if self._eof:
             self.transport.close()
             return
         self.direct = None
         self.flow.pause_reading()
         self.transport.set_protocol(Sink(self))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS can't end one side; its client goes by the reply's length
+            self.transport.write_eof()
         self.flow.resume_reading()
 
     def _probe(self) -> None:

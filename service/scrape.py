@@ -1,6 +1,7 @@
-"""/metrics on a port of its own: receives connections, hands on the exposition and nothing else.
+"""/metrics and health on a port of their own: receives connections, hands on these and nothing else.
 
-For networks where scrapers may reach this port and must not reach the service's.
+For networks where scrapers and probes may reach this port and must not reach the service's, or can't show the
+client certificate that it asks for.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ _SECONDS = 10.0  # for a scraper to send its head
 _HEAD_BYTES = 16384
 
 
-async def serve(host: str, port: int, exposition: Callable[[], bytes]) -> asyncio.Server:
+async def serve(
+    host: str, port: int, exposition: Callable[[], bytes], ready: Callable[[], bool]
+) -> asyncio.Server:
     """Listen until the returned server is closed."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(_reply(head, exposition))
+                writer.write(_reply(head, exposition, ready))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
@@ -29,15 +32,19 @@ async def serve(host: str, port: int, exposition: Callable[[], bytes]) -> asynci
     return await asyncio.start_server(answer, host, port, limit=_HEAD_BYTES)
 
 
-def _reply(head: bytes, exposition: Callable[[], bytes]) -> bytes:
+def _reply(head: bytes, exposition: Callable[[], bytes], ready: Callable[[], bool]) -> bytes:
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
-    if path != b"/metrics":
-        status, body = "404 Not Found", b"only /metrics is here\n"
+    if path not in (b"/metrics", b"/health/live", b"/health/ready"):
+        status, body = "404 Not Found", b"only /metrics and /health are here\n"
     elif method not in (b"GET", b"HEAD"):
         status, body = "405 Method Not Allowed\r\nAllow: GET, HEAD", b""
-    else:
+    elif path == b"/metrics":
         status, body = "200 OK", exposition()
+    elif path == b"/health/live" or ready():
+        status, body = "200 OK", b"ok\n"
+    else:
+        status, body = "503 Service Unavailable", b"no worker takes work\n"
     lines = (
         f"HTTP/1.1 {status}",
         "Content-Type: text/plain; version=0.0.4; charset=utf-8",

@@ -112,7 +112,7 @@ class Settings(BaseModel):
         None,
         ge=1,
         le=65535,
-        description="Port that serves /metrics alone, 1 to 65535; unset: the service's port",
+        description="Port of /metrics and /health/* alone, never with TLS, 1 to 65535; unset: the service's port",
     )
     grpc_port: int | None = Field(
         None,
@@ -124,6 +124,19 @@ class Settings(BaseModel):
     # Who may.
     keys_file: Path | None = Field(None, description="File of API keys, made by `gemm-service keys add`")
     insecure: bool = Field(False, description="Listen beyond loopback without keys: true or false")
+
+    audit_file: Path | None = Field(
+        None, description="File that takes who stored and deleted what, a line each; unset: the log"
+    )
+    tls_cert: Path | None = Field(
+        None,
+        description="Certificate chain (PEM) to speak TLS with; read again when it changes; needs tls_key",
+    )
+    tls_key: Path | None = Field(None, description="Private key (PEM) of tls_cert")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="CA (PEM) that clients' certificates must come from (mTLS); unset: clients need none",
+    )
 
     # Where it computes and keeps.
     data: Path = Field(
@@ -240,7 +253,9 @@ class Settings(BaseModel):
             raise ValueError("true and false aren't taken here")
         return value
 
-    @field_validator("data", "uds", "keys_file", mode="after")
+    @field_validator(
+        "data", "uds", "keys_file", "audit_file", "tls_cert", "tls_key", "tls_client_ca", mode="after"
+    )
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
@@ -277,6 +292,12 @@ class Settings(BaseModel):
             raise ValueError("store_memory_bytes: must not exceed arena_bytes, of which it is a part")
         if self.uds is not None and len(os.fsencode(self.uds)) > 107:
             raise ValueError("uds: the path must be shorter than 108 bytes, as the kernel has it")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert: it and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca: needs tls_cert and tls_key")
+        if self.uds is not None and self.tls_cert is not None:
+            raise ValueError("uds: a Unix socket takes no TLS")
         return self
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +26,58 @@ def load(path: Path) -> Any:
 
 
 def rendered(overlay: Path) -> list[dict[str, Any]]:
-    """What `kubectl kustomize` makes of an overlay, for the few features that these files use."""
+    """What `kubectl kustomize` makes of a folder, for the few features that these files use."""
     kustomization = load(overlay / "kustomization.yaml")
-    base = (overlay / kustomization["resources"][0]).resolve()
-    objects = [load(base / name) for name in load(base / "kustomization.yaml")["resources"]]
-    labels = load(base / "kustomization.yaml")["labels"][0]["pairs"]
-    for each in objects:
-        each.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
-        if each["kind"] == "Service":
-            each["spec"]["selector"] = dict(labels)
-        if each["kind"] == "StatefulSet":
-            each["spec"]["selector"] = {"matchLabels": dict(labels)}
-            each["spec"]["template"].setdefault("metadata", {})["labels"] = dict(labels)
-    for patch in kustomization.get("patches", []):
-        target = next(o for o in objects if o["kind"] == patch["target"]["kind"])
-        for operation in load(overlay / patch["path"]):
-            apply(target, operation)
+    objects: list[dict[str, Any]] = []
+    for name in kustomization.get("resources", ()):
+        path = (overlay / name).resolve()
+        objects += rendered(path) if path.is_dir() else [load(path)]
+    for labels in kustomization.get("labels", ()):
+        for each in objects:
+            label(each, labels["pairs"])
+    for component in kustomization.get("components", ()):
+        patch(objects, (overlay / component).resolve())
+    patch(objects, overlay)
+    for image in kustomization.get("images", ()):
+        name_image(objects, image)
     return objects
+
+
+def label(each: dict[str, Any], labels: dict[str, str]) -> None:
+    """Labels with includeSelectors."""
+    each.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
+    if each["kind"] == "Service":
+        each["spec"]["selector"] = dict(labels)
+    if each["kind"] == "StatefulSet":
+        each["spec"]["selector"] = {"matchLabels": dict(labels)}
+        each["spec"]["template"].setdefault("metadata", {})["labels"] = dict(labels)
+        for claim in each["spec"]["volumeClaimTemplates"]:
+            claim["metadata"]["labels"] = dict(labels)
+    if each["kind"] == "NetworkPolicy":
+        each["spec"]["podSelector"].setdefault("matchLabels", {}).update(labels)
+
+
+def identity(each: dict[str, Any]) -> tuple[str, str]:
+    return each["kind"], each["metadata"]["name"]
+
+
+def patch(objects: list[dict[str, Any]], folder: Path) -> None:
+    """The JSON patches of a kustomization, each on the object that it targets."""
+    for each in load(folder / "kustomization.yaml").get("patches", ()):
+        wanted = (each["target"]["kind"], each["target"]["name"])
+        target = next(o for o in objects if identity(o) == wanted)
+        for operation in load(folder / each["path"]):
+            apply(target, operation)
+
+
+def name_image(objects: list[dict[str, Any]], image: dict[str, str]) -> None:
+    """Another name, tag or digest for an image."""
+    for each in objects:
+        for container in each["spec"].get("template", {}).get("spec", {}).get("containers", ()):
+            name, _, tag = container["image"].partition(":")
+            if name == image["name"]:
+                end = f"@{image['digest']}" if "digest" in image else f":{image.get('newTag', tag)}"
+                container["image"] = image.get("newName", name) + end
 
 
 def apply(document: Any, operation: dict[str, Any]) -> None:
@@ -80,7 +117,39 @@ def test_the_gpu_overlays_ask_for_their_device() -> None:
         asked[overlay.name] = [
             k for k in pod["containers"][0]["resources"]["limits"] if k.startswith("nvidia.com/")
         ]
-    assert asked == {"cpu": [], "gpu": ["nvidia.com/gpu"], "mig": ["nvidia.com/mig-1g.18gb"]}
+    gpu = ["nvidia.com/gpu"]
+    assert asked == {"cpu": [], "gpu": gpu, "mig": ["nvidia.com/mig-1g.18gb"], "release": gpu}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl isn't there")
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_kustomize_renders_the_same(overlay: Path) -> None:
+    command = ["kubectl", "kustomize", str(overlay)]
+    text = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    theirs = {identity(each): each for each in yaml.safe_load_all(text)}
+    assert theirs == {identity(each): each for each in rendered(overlay)}
+
+
+def test_the_release_names_its_image_by_digest_and_speaks_tls() -> None:
+    release = {each["kind"]: each for each in rendered(ROOT / "deploy/kubernetes/overlays/release")}
+    (container,) = release["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    assert re.fullmatch(r"registry\.example/gemm-service@sha256:[0-9a-f]{64}", container["image"])
+    environ = {variable["name"]: variable["value"] for variable in container["env"]}
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    for name in ("GEMM_TLS_CERT", "GEMM_TLS_KEY", "GEMM_TLS_CLIENT_CA"):
+        assert str(Path(environ[name]).parent) in mounts
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports["metrics"] == int(environ["GEMM_METRICS_PORT"])
+    # Neither probes nor Prometheus have a client certificate.
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == "metrics"
+    assert [e["port"] for e in release["ServiceMonitor"]["spec"]["endpoints"]] == ["metrics"]
+
+
+def test_compose_with_tls_sets_what_the_service_knows() -> None:
+    environ = load(ROOT / "deploy/compose.tls.yaml")["services"]["gemm"]["environment"]
+    for name in environ:
+        assert name.removeprefix(PREFIX).lower() in Settings.model_fields, name
 
 
 def test_the_pod_outlives_the_grace_period() -> None:

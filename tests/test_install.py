@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -85,6 +86,22 @@ def test_the_wheel_holds_what_the_service_needs(clone: Path, demo: str, tmp_path
     for needed in ("service/app.py", "service/py.typed", "kernels/selector.py", "kernels/py.typed"):
         assert needed in names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_the_bill_of_materials_names_everything_that_is_installed(
+    clone: Path, demo: str, tmp_path: Path
+) -> None:
+    python = str(clone / ".venv/bin/python")
+    tool = str(Path(sys.executable).parent / "cyclonedx-py")
+    project = ["--pyproject", str(clone / "pyproject.toml")]
+    run([tool, "environment", *project, "-o", str(tmp_path / "sbom.json"), python], tmp_path)
+    bill = json.loads((tmp_path / "sbom.json").read_text())
+    listed = json.loads(run([python, "-m", "pip", "list", "--format", "json"], tmp_path))
+    installed = {(each["name"].lower().replace("_", "-"), each["version"]) for each in listed}
+    named = {(each["name"].lower().replace("_", "-"), each["version"]) for each in bill["components"]}
+    named.add((bill["metadata"]["component"]["name"], bill["metadata"]["component"]["version"]))
+    assert installed <= named
+    assert all(each.get("purl") for each in bill["components"])
 
 
 def test_the_dockerfile_is_clean() -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from service import cli, logs, scrape
+from service import audit, cli, logs, scrape
 from service.cli.shadow import complaint
 from service.settings import Settings, SettingsError, load
+from service.tls import Certificates
 
 if TYPE_CHECKING:
     import uvicorn
@@ -89,12 +90,18 @@ def main(argv: Sequence[str]) -> int:
         if (wrong := complaint()) is not None:
             raise SettingsError(wrong)
         check(settings)
+        certificates = Certificates.of(settings)
         listener = bind(settings)
     except SettingsError as error:
         return cli.complain(error)
     logs.setup(settings.log_format, settings.log_level)
+    if settings.audit_file is not None:
+        try:
+            audit.to_file(settings.audit_file)
+        except OSError as error:
+            return cli.complain(f"audit_file: can't write {settings.audit_file}: {error.strerror}")
     try:
-        return run(settings, listener)
+        return run(settings, listener, certificates)
     finally:
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)
@@ -166,10 +173,11 @@ def url(settings: Settings, listener: socket.socket) -> str:
     if settings.uds is not None:
         return f"unix:{settings.uds}"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def server_config(settings: Settings, app: Any) -> uvicorn.Config:
+def server_config(settings: Settings, app: Any, certificates: Certificates | None = None) -> uvicorn.Config:
     """uvicorn with uvloop and httptools; the gate logs requests and names no software in headers."""
     import uvicorn
 
@@ -186,6 +194,7 @@ def server_config(settings: Settings, app: Any) -> uvicorn.Config:
         app,
         loop="uvloop",
         http=GemmProtocol.with_limits(Limits.of(settings), refused),
+        ssl_context_factory=None if certificates is None else lambda *_: certificates.context,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -198,23 +207,31 @@ def server_config(settings: Settings, app: Any) -> uvicorn.Config:
     )
 
 
-def run(settings: Settings, listener: socket.socket) -> int:
+def run(settings: Settings, listener: socket.socket, certificates: Certificates | None = None) -> int:
     """Serve on `listener` until a signal."""
     from service.app import create_app, drain
     from service.server import Server
 
-    app = create_app(settings)
+    app = create_app(settings, certificates)
 
     class Announced(Server):
         """Says where it listens once it does; what is left of the grace period bounds the last replies."""
 
         _asked: float | None = None
         _scrape: asyncio.Server | None = None
+        _watch: asyncio.Task[None] | None = None
 
         async def _open_scrape(self) -> None:
             if settings.metrics_port is not None:
-                exposition = app.state.services.metrics.exposition
-                self._scrape = await scrape.serve(settings.host, settings.metrics_port, exposition)
+                services = app.state.services
+                self._scrape = await scrape.serve(
+                    settings.host,
+                    settings.metrics_port,
+                    services.metrics.exposition,
+                    lambda: services.supervisor.ready,
+                )
+            if certificates is not None:
+                self._watch = asyncio.ensure_future(certificates.watch())
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
@@ -235,8 +252,10 @@ def run(settings: Settings, listener: socket.socket) -> int:
             await super().shutdown(sockets)
             if self._scrape is not None:
                 self._scrape.close()
+            if self._watch is not None:
+                self._watch.cancel()
 
-    server = Announced(server_config(settings, app), lambda: drain(app.state.services))
+    server = Announced(server_config(settings, app, certificates), lambda: drain(app.state.services))
     try:
         server.run(sockets=[listener])
     except SystemExit as ended:  # uvicorn's way of saying that the application didn't start; it has said why

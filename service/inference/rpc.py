@@ -64,8 +64,10 @@ Call = Callable[[Any, Principal, Any], Awaitable[Any]]
 _log = logs.Log("rpc")
 
 
-async def serve(services: Services, host: str, port: int, version: str) -> tuple[Any, int]:
-    """A started server and its port; OSError where the address can't be had."""
+async def serve(
+    services: Services, host: str, port: int, version: str, credentials: Any = None
+) -> tuple[Any, int]:
+    """A started server and its port; OSError where the address can't be had. `credentials` None: no TLS."""
     settings = services.settings
     options = [
         ("grpc.max_receive_message_length", min(settings.grpc_message_bytes, _MOST_BYTES)),
@@ -75,8 +77,12 @@ async def serve(services: Services, host: str, port: int, version: str) -> tuple
     ]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=settings.queue_requests)
     server.add_generic_rpc_handlers((Rpc(services, version).handler(),))
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError:
         raise OSError(f"grpc_port = {port}: can't listen on {host} port {port}") from None
     await server.start()

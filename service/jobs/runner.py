@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from service import audit
 from service.arena import Slot, Slots
 from service.batch import DEFAULT_PRIORITY, Work
 from service.errors import ServiceError
@@ -217,6 +218,8 @@ class Runner:
                     unneeded=unneeded,
                 )
             )
+        for binding in bindings:
+            audit.changed("store", binding.hold.content.row, binding.name)
         store.kept(holds)
         store.unkept(unneeded)
         for ending in endings:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from service import audit
 from service.arena import Slots
 from service.database import Database
 from service.folder import DataFolder, FolderBroken
@@ -112,6 +113,7 @@ class LocalStore(TensorStore):
         """Forget what expired; try again to write what the disk refused."""
         for named in list(self._names.expired(now)):
             await self.unbind(named)
+            audit.changed("expire", named.content.row, named.name)
         await self.contents.retry()
 
     # Lookups

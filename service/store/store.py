@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from service import audit
 from service.errors import ServiceError
 from service.session import Transactions
 from service.store.conditions import UNCONDITIONAL, Conditions
@@ -203,19 +204,22 @@ class TensorStore(ABC):
         """
         if not valid(name):
             raise ServiceError("invalid", f"{name!r} can't be a tensor's name", field="name")
-        await self.check(owner, name, conditions)
-        self.contents.check_share(owner, nbytes, share)
-        hold = self.contents.reserve(owner, name, nbytes, dtype, shape)
-        put = self._put_durable if durable else self._put_soon
-        return await self.effects.to_the_end(
-            put(Binding(name, hold, ttl), Source(source, start, nbytes), conditions)
-        )
+        with audit.refusals("store", owner, name, nbytes):
+            await self.check(owner, name, conditions)
+            self.contents.check_share(owner, nbytes, share)
+            hold = self.contents.reserve(owner, name, nbytes, dtype, shape)
+            put = self._put_durable if durable else self._put_soon
+            return await self.effects.to_the_end(
+                put(Binding(name, hold, ttl), Source(source, start, nbytes), conditions)
+            )
 
     async def _put_durable(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
         try:
             with source:
                 await self.contents.write(binding.hold.content, source)
-            return await self.bind(binding, conditions)
+            entry = await self.bind(binding, conditions)
+            audit.changed("store", binding.hold.content.row, binding.name)
+            return entry
         finally:
             binding.hold.release()
 
@@ -224,6 +228,7 @@ class TensorStore(ABC):
             with source:
                 await self.contents.keep(binding.hold.content, source)
             entry = await self.bind(binding, conditions, soft=True)
+            audit.changed("store", binding.hold.content.row, binding.name)
             self.effects.spawn(self.contents.write_back_soon(binding.hold.content))
             return entry
         finally:
@@ -231,11 +236,16 @@ class TensorStore(ABC):
 
     async def delete(self, owner: str, name: str, conditions: Conditions = UNCONDITIONAL) -> None:
         """Forget the name. not_found, precondition_failed."""
-        named = await self.find(owner, name)
-        conditions.check(None if named is None or named.content.lost else named.content.row.etag)
-        if named is None:
-            raise ServiceError("not_found", f"there is no tensor {name!r}")
-        await self.effects.to_the_end(self.unbind(named))
+        with audit.refusals("delete", owner, name):
+            named = await self.find(owner, name)
+            conditions.check(None if named is None or named.content.lost else named.content.row.etag)
+            if named is None:
+                raise ServiceError("not_found", f"there is no tensor {name!r}")
+            await self.effects.to_the_end(self._delete(named))
+
+    async def _delete(self, named: Named[Content]) -> None:
+        await self.unbind(named)
+        audit.changed("delete", named.content.row, named.name)
 
     @abstractmethod
     async def bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,13 +20,19 @@ import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-_URL = re.compile(r"http://127\.0\.0\.1:(\d+)")
+_URL = re.compile(r"(https?://127\.0\.0\.1:\d+)")
 
 
 class Service:
     """A running `gemm-service serve`."""
 
-    def __init__(self, data: Path, *flags: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        data: Path,
+        *flags: str,
+        environ: dict[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.data = data
         command = [sys.executable, "-m", "service", "serve", "--port", "0", "--data", str(data), *flags]
         self.process = subprocess.Popen(
@@ -37,15 +44,14 @@ class Service:
             text=True,
         )
         self.lines: list[str] = []
-        self._port: int | None = None
+        self.url = ""
         self._said = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.http = httpx.Client(timeout=60)
-        if not self._said.wait(30) or self._port is None:
+        self.http = httpx.Client(timeout=60) if tls is None else httpx.Client(timeout=60, verify=tls)
+        if not self._said.wait(30) or not self.url:
             self.close()
             raise AssertionError(f"ended with {self.process.returncode}: {self.output}")
-        self.url = f"http://127.0.0.1:{self._port}"
         self.http.base_url = httpx.URL(self.url)
 
     def _read(self) -> None:
@@ -53,8 +59,8 @@ class Service:
         for line in self.process.stdout:
             self.lines.append(line)
             found = _URL.search(line)
-            if found and self._port is None:
-                self._port = int(found[1])
+            if found and not self.url:
+                self.url = found[1]
                 self._said.set()
         self._said.set()
 
@@ -185,9 +191,12 @@ def result(response: httpx.Response) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def running(data: Path, *flags: str, environ: dict[str, str] | None = None) -> Iterator[Service]:
-    """A service for the length of a block."""
-    service = Service(data, "--backend", "numpy", "--arena-bytes", "256MiB", *flags, environ=environ)
+def running(
+    data: Path, *flags: str, environ: dict[str, str] | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[Service]:
+    """A service for the length of a block; `tls` is its client's side."""
+    light = ("--backend", "numpy", "--arena-bytes", "256MiB")
+    service = Service(data, *light, *flags, environ=environ, tls=tls)
     try:
         yield service
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,12 +18,15 @@ from service.protocol import GemmProtocol
 
 
 @contextlib.contextmanager
-def serving(app: Any, limits: Limits, refused: list[int] | None = None) -> Iterator[tuple[str, int]]:
+def serving(
+    app: Any, limits: Limits, refused: list[int] | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[tuple[str, int]]:
     """Serve `app` on a free port of 127.0.0.1; `refused` collects the statuses that the protocol answered."""
     hook = None if refused is None else refused.append
     config = uvicorn.Config(
         app,
         http=GemmProtocol.with_limits(limits, hook),
+        ssl_context_factory=None if tls is None else lambda *_: tls,
         ws="none",
         lifespan="off",
         log_config=None,

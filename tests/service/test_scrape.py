@@ -1,4 +1,4 @@
-"""/metrics on its own port."""
+"""/metrics and health on their own port."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from service import scrape
         ("GET /metrics HTTP/1.1", 200, b"gemm 1\n"),
         ("GET /metrics?x=1 HTTP/1.0", 200, b"gemm 1\n"),
         ("HEAD /metrics HTTP/1.1", 200, b""),
+        ("GET /health/live HTTP/1.1", 200, b"ok\n"),
+        ("GET /health/ready HTTP/1.1", 503, b"no worker takes work\n"),
         ("POST /metrics HTTP/1.1", 405, b""),
-        ("GET /gemm HTTP/1.1", 404, b"only /metrics is here\n"),
+        ("GET /gemm HTTP/1.1", 404, b"only /metrics and /health are here\n"),
     ],
 )
-async def test_answers_metrics_only(request_line: str, status: int, body: bytes) -> None:
-    server = await scrape.serve("127.0.0.1", 0, lambda: b"gemm 1\n")
+async def test_answers_metrics_and_health_only(request_line: str, status: int, body: bytes) -> None:
+    server = await scrape.serve("127.0.0.1", 0, lambda: b"gemm 1\n", lambda: False)
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(f"{request_line}\r\nHost: x\r\n\r\n".encode())
@@ -33,7 +35,7 @@ async def test_answers_metrics_only(request_line: str, status: int, body: bytes)
 
 
 async def test_a_head_without_end_is_cut_off() -> None:
-    server = await scrape.serve("127.0.0.1", 0, lambda: b"")
+    server = await scrape.serve("127.0.0.1", 0, lambda: b"", lambda: True)
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"x" * 100_000)
