@@ -178,3 +178,36 @@ def test_compose_builds_targets_that_the_dockerfile_has() -> None:
     assert {"gemm", "prometheus", "grafana"} <= set(compose["services"])
     targets = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert {"cpu", "cuda"} <= set(targets)
+
+
+#: What KServe's v1beta1 CRD adds to a Pod's spec in `predictor`, as far as it is used here.
+PREDICTOR = {"minReplicas": int, "maxReplicas": int, "timeout": int, "autoScaling": dict}
+
+
+def test_the_inference_service_is_a_valid_pod_with_kserves_own_fields() -> None:
+    document = load(ROOT / "deploy/kserve/inferenceservice.yaml")
+    assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
+    assert set(document["spec"]) == {"predictor"}
+    predictor = document["spec"]["predictor"]
+    own = {name: predictor.pop(name) for name in PREDICTOR}
+    assert all(isinstance(value, PREDICTOR[name]) for name, value in own.items())
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "gemm"}, "spec": predictor}
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    (container,) = predictor["containers"]
+    # The names by which KServe finds the container and its HTTP port.
+    assert (container["name"], container["ports"][0]["name"]) == ("kserve-container", "http1")
+    (metric,) = own["autoScaling"]["metrics"]
+    keda = load(ROOT / "deploy/keda/scaledobject.yaml")["spec"]["triggers"][0]["metadata"]
+    assert metric["external"]["metric"]["query"] == keda["query"]
+    assert metric["external"]["target"]["averageValue"] == keda["threshold"]
+    for variable in container["env"]:
+        assert variable["name"].removeprefix(PREFIX).lower() in Settings.model_fields
+
+
+def test_the_inference_service_s_probes_are_open_routes_of_the_protocol() -> None:
+    (container,) = load(ROOT / "deploy/kserve/inferenceservice.yaml")["spec"]["predictor"]["containers"]
+    routes = (ROOT / "service/routes/inference.py").read_text()
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        path = container[probe]["httpGet"]["path"]
+        assert path.startswith("/v2/health/")  # without a key
+        assert f'"{path.removeprefix("/v2")}"' in routes

@@ -94,12 +94,12 @@ def test_panels_do_not_overlap() -> None:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
-    """A Prometheus with the project's own configuration, which scrapes `target` each second."""
+def prometheus(folder: Path, *targets: str) -> Iterator[httpx.Client]:
+    """A Prometheus with the project's own configuration, which scrapes `targets` each second."""
     config = yaml.safe_load((RULES / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(RULES / name) for name in config["rule_files"]]
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = list(targets)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
