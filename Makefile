@@ -13,7 +13,7 @@ CI := 'ci and not gpu and not slow'
 # Tests that hold real processes to times get a second try on a machine that others use too; each is reported.
 AGAIN := --reruns 1 -r R
 
-.PHONY: help demo serve test browser test-ci test-gpu lint proto audit sbom soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu lint proto audit sbom soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -49,7 +49,12 @@ browser: ## Install Chromium and Prometheus, which tests of page and metrics run
 	@which chromium promtool prometheus >/dev/null || { apt-get update && \
 		RUNLEVEL=1 apt-get install -y --no-install-recommends chromium prometheus fonts-dejavu-core; }
 
-test-ci: $(VENV)/.dev lint browser ## Run the wider set: clean install, property tests, API fuzzing, README commands
+# Linked with CUDA's runtime, which it doesn't need otherwise; of a version that older C libraries than 2.38 load.
+perf-analyzer: $(VENV)/bin/python ## Install NVIDIA's perf_analyzer into .perf, which tests of /v2 run (Debian; needs root)
+	@ldconfig -p | grep -q libb64 || { apt-get update && apt-get install -y --no-install-recommends libb64-0d; }
+	@test -x .perf/bin/perf_analyzer || $(BIN)/python -m pip install --disable-pip-version-check --target .perf --no-deps tritonclient==2.48.0 nvidia-cuda-runtime-cu12==12.9.79
+
+test-ci: $(VENV)/.dev lint browser perf-analyzer ## Run the wider set: clean install, property tests, API fuzzing, README commands
 	$(PYTEST) -m $(CI) --timeout 600 -n 2 --dist load --durations 15 tests/kernels
 	$(PYTEST) -m $(CI) $(AGAIN) --timeout 600 --durations 15 --ignore tests/kernels
 
@@ -108,4 +113,4 @@ bench-gpus: ## Measure all GPUs of this host together (MACHINE=name); writes ben
 	$(BIN)/python -m benchmarks.gpus --machine $(MACHINE)
 
 clean: ## Remove what was installed and built here
-	rm -rf $(VENV) .kernels build dist *.egg-info
+	rm -rf $(VENV) .kernels .perf build dist *.egg-info

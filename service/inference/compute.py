@@ -23,7 +23,7 @@ Submit = Callable[[Work], Awaitable[Outcome]]
 async def compute(
     services: Services, principal: Principal, inference: Inference, request: GemmRequest, submit: Submit
 ) -> tuple[Outcome, dict[str, Any] | None]:
-    """The outcome, and D's parameters in the reply where it went to a region or into the store.
+    """The outcome, and what the reply tells of D where it went to a region (nothing) or into the store.
 
     The operands are released here or with the work; D's slot stays the caller's.
     """
@@ -37,12 +37,7 @@ async def compute(
         outcome = await submit(work)
         if target is not None:
             await target.write(request.out)
-            assert inference.place is not None
-            return outcome, {
-                "shared_memory_region": inference.place.region,
-                "shared_memory_offset": inference.place.offset,
-                "shared_memory_byte_size": request.plan.out.nbytes,
-            }
+            return outcome, {}
         if request.out_handle is not None:
             return outcome, await _keep(services, request, request.out_handle, principal)
         return outcome, None

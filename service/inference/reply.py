@@ -29,7 +29,7 @@ async def send(
 ) -> None:
     """Send the result. Operands and output are released here, the output once nothing refers to it.
 
-    `kept` are the parameters of an output that isn't sent: it is in the store, or in a region.
+    `kept` is what the reply tells of an output that isn't sent: it is in the store, or in a region.
     """
     request.release_operands()
     try:
@@ -49,17 +49,26 @@ async def send(
 
 
 def document_of(
-    inference: Inference, request: GemmRequest, outcome: Outcome, parameters: dict[str, Any]
+    inference: Inference,
+    request: GemmRequest,
+    outcome: Outcome,
+    *,
+    follows: int | None = None,
+    kept: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The reply's JSON; `parameters` are D's."""
+    """The reply's JSON; `follows`: D comes after it in so many bytes.
+
+    Only then D has parameters: C++ clients expect binary_data_size in them and fail without. What else there is to
+    tell stands in those of the reply.
+    """
     out = request.plan.out
     output: dict[str, Any] = {"name": OUTPUT, "datatype": DATATYPE_OF[out.dtype], "shape": list(out.shape)}
-    if parameters:
-        output["parameters"] = parameters
+    if follows is not None:
+        output["parameters"] = {"binary_data_size": follows}
     document: dict[str, Any] = {"model_name": inference.model.name, "model_version": VERSION}
     if inference.id:
         document["id"] = inference.id
-    document["parameters"] = {"variant": outcome.variant, "reason": outcome.reason}
+    document["parameters"] = {"variant": outcome.variant, "reason": outcome.reason, **(kept or {})}
     document["outputs"] = [output]
     return document
 
@@ -91,12 +100,11 @@ def _parts(
     inference: Inference, request: GemmRequest, outcome: Outcome, kept: dict[str, Any] | None
 ) -> _Parts:
     if kept is not None:
-        return _Parts(msgspec.json.encode(document_of(inference, request, outcome, kept)))
+        return _Parts(msgspec.json.encode(document_of(inference, request, outcome, kept=kept)))
     if inference.binary:
-        size = {"binary_data_size": request.plan.out.nbytes}
-        text = msgspec.json.encode(document_of(inference, request, outcome, size))
+        text = msgspec.json.encode(document_of(inference, request, outcome, follows=request.plan.out.nbytes))
         return _Parts(text, request.out.view())
-    text = msgspec.json.encode(document_of(inference, request, outcome, {}))
+    text = msgspec.json.encode(document_of(inference, request, outcome))
     values = elements(request.out, request.plan.out)
     # The text ends with `}]}`: its last object, the output, goes on with the numbers.
     head = text.removesuffix(b"}]}") + b',"data":['

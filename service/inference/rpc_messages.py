@@ -80,16 +80,15 @@ def infer_response(
     inference: Inference, request: GemmRequest, outcome: Outcome, kept: dict[str, Any] | None
 ) -> Any:
     """The ModelInferResponse of a result; D's bytes are copied."""
-    document = document_of(inference, request, outcome, kept or {})
+    document = document_of(inference, request, outcome, kept=kept)
     response = pb.ModelInferResponse(
         model_name=document["model_name"], model_version=document["model_version"], id=inference.id
     )
     _fill(response.parameters, document["parameters"])
     for output in document["outputs"]:
-        one = response.outputs.add(name=output["name"], datatype=output["datatype"], shape=output["shape"])
-        _fill(one.parameters, output.get("parameters", {}))
-    if kept is None:
-        response.raw_output_contents.append(bytes(request.out.view()))
+        response.outputs.add(name=output["name"], datatype=output["datatype"], shape=output["shape"])
+        # One for each output, as C++ clients read it: empty where D is elsewhere.
+        response.raw_output_contents.append(bytes(request.out.view()) if kept is None else b"")
     return response
 
 

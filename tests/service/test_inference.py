@@ -212,7 +212,8 @@ def test_handles_in_and_out(client: Client, service: Service) -> None:
     got = client.infer("gemm_fp32", [tensor("A", a)], parameters={"b": "handle:oip-b"})
     check(got.as_numpy("D"), a, b)
     kept = client.infer("gemm_fp32", both(a, b), parameters={"out": "handle:oip-d", "durable": True})
-    assert kept.get_output("D")["parameters"]["handle"] == "oip-d"
+    assert kept.get_response()["parameters"]["handle"] == "oip-d"
+    assert kept.get_output("D") == {"name": "D", "datatype": "FP32", "shape": [6, 4]}
     stored = service.http.get("/tensors/oip-d", headers={"accept": "application/octet-stream"})
     check(np.frombuffer(stored.content, np.float32).reshape(6, 4), a, b)
     by_input = {

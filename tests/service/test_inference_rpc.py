@@ -126,7 +126,8 @@ def test_parameters_handles_and_compression(client: Client, spoken: Service) -> 
     spoken.put("rpc-b", b)
     parameters = {"b": "handle:rpc-b", "alpha": 2.0, "activation": "relu", "out": "handle:rpc-d"}
     kept = client.infer("gemm_fp32", [tensor("A", a)], parameters=parameters)
-    assert kept.get_output("D").parameters["handle"].string_param == "rpc-d"
+    assert kept.get_response().parameters["handle"].string_param == "rpc-d"
+    assert list(kept.get_response().raw_output_contents) == [b""]
     stored = spoken.http.get("/tensors/rpc-d", headers={"accept": "application/octet-stream"}).content
     np.testing.assert_allclose(
         np.frombuffer(stored, np.float32).reshape(4, 3), np.maximum(2 * a @ b, 0), rtol=1e-5, atol=1e-5
@@ -195,7 +196,8 @@ def test_shared_memory(client: Client) -> None:
         inputs[1].set_shared_memory("r", b.nbytes, offset=a.nbytes)
         output = triton.InferRequestedOutput("D")
         output.set_shared_memory("r", 3200, offset=1 << 15)
-        client.infer("gemm_fp32", inputs, outputs=[output])
+        told = client.infer("gemm_fp32", inputs, outputs=[output]).get_response()
+        assert list(told.raw_output_contents) == [b""]  # C++ clients read one for each output
         d = shm.get_contents_as_numpy(made, np.float32, [1 << 14])[1 << 13 :][:800].reshape(40, 20)
         check(d, a, b, 1e-4)
         client.unregister_system_shared_memory()
