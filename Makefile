@@ -91,11 +91,11 @@ bench: $(VENV)/.dev ## Measure the service against its peers (needs wrk); writes
 	$(BIN)/python -m benchmarks.serving
 
 mutants: $(VENV)/.dev ## Break Steps 7, 8 and 9 on purpose on the virtual GPU; writes benchmarks/results
-	$(BIN)/python -m kernels.virtual.mutants --json benchmarks/results/cpu/mutants.json
+	$(BIN)/python -m kernels.virtual.mutants --jobs 2 --json benchmarks/results/cpu/mutants.json
 
 verify-virtual: $(VENV)/.dev ## All kernels on the virtual GPU, 16 schedules; writes benchmarks/results
-	$(BIN)/python -m kernels verify --device virtual --arch sm_100a --all --schedules 16 --json benchmarks/results/cpu/virtual-sm100a.json
-	$(BIN)/python -m kernels verify --device virtual --arch sm_90a --all --schedules 16 --json benchmarks/results/cpu/virtual-sm90a.json
+	$(BIN)/python -m kernels verify --device virtual --arch sm_100a --all --schedules 16 --jobs 2 --json benchmarks/results/cpu/virtual-sm100a.json
+	$(BIN)/python -m kernels verify --device virtual --arch sm_90a --all --schedules 16 --jobs 2 --json benchmarks/results/cpu/virtual-sm90a.json
 
 predict: $(VENV)/.dev ## What the model says of Steps 3 to 9 on B200 and H200; writes benchmarks/results
 	$(BIN)/python -m kernels predict --virtual --arch sm_100a --json benchmarks/results/cpu/model-b200.json

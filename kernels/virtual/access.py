@@ -313,6 +313,10 @@ class AccessMixin:
         if detector is None:
             return
         warp = self.warp
+        if span is not self.cta.smem:
+            other = self.cta.cluster.owner(span)
+            if other is not None:
+                other.touch(warp.node, str(warp), self.machine.place(self.at))
         if sync:
             key = (id(span), int(offset if isinstance(offset, int) else offset.min()))
             warp.acquire(self.machine.sync_clocks.get(key, (0, 0)))

@@ -118,6 +118,7 @@ class BarrierMixin:
             raise self.fault("alignment", f"mbarrier at {address:#x} is no multiple of 8")
         span, offset = self.shared_span(address, 8)
         cta = self.cta if span is self.cta.smem else self.cta.cluster.owner(span)
+        assert cta is not None  # shared_span hands out no other memory
         barrier = cta.mbarriers.get(offset)
         if barrier is None:
             raise self.fault(
@@ -193,6 +194,8 @@ class BarrierMixin:
             count, times = int(count[acting].sum()), 1
         barrier = self._mbarrier(address)
         token = barrier.phase
+        if barrier.cta is not self.cta:
+            barrier.cta.touch(self.warp.node, str(self.warp), self.where())
         clock = self.warp.release()
         if tx is not None:
             for _ in range(times):

@@ -215,6 +215,9 @@ class CopyMixin:
         for span, offset, barrier in targets:
             if barrier.cta.gone:
                 raise Fault("protocol", f"{issue.who} at {issue.where} lands in a CTA that has exited")
+            for cta in (barrier.cta, self.cta.cluster.owner(span)):
+                if cta is not None and cta is not self.cta:
+                    cta.touch(issue.node, issue.who, issue.where)
             if swizzle:
                 span.views[16][tensormap.chunks(offset, block.size, swizzle)] = block
             else:
@@ -431,6 +434,8 @@ class CopyMixin:
                 span.views[size][offset // size + k] = value if isinstance(value, int) else value[lane]
             place = slice(offset // GRANULE, -(-(offset + size * len(values)) // GRANULE))
             self.note(span.with_shadow(), place, issue, write=True)
+            if barrier.cta is not self.cta:
+                barrier.cta.touch(issue.node, issue.who, issue.where)
             self.machine.complete(barrier, size * len(values), issue.clock, issue.who)
 
     # --- cluster launch control -------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Detector:
         self.sets: list[frozenset[int]] = [frozenset()]
         self.set_numbers: dict[frozenset[int], int] = {frozenset(): 0}
         self.findings: dict[tuple[str, str, str], Finding] = {}
+        self.frees: set[int] = set()  # accesses that freed memory
 
     def node(self) -> int:
         """Number of a new node."""
@@ -113,6 +114,18 @@ class Detector:
         for each in _distinct(shadow.readers[place]):
             for reader in self.sets[each]:
                 self._ordered(shadow, place, reader, number, clock, "reads", "writes")
+        shadow.writer[place] = number
+        shadow.readers[place] = 0
+
+    def free(self, shadow: Shadow, place: Place, number: int, clock: Clock) -> None:
+        """Memory is given back: who used it must be known. The other CTA of a pair may free it as well."""
+        for writer in _distinct(shadow.writer[place]):
+            if writer and writer not in self.frees:
+                self._ordered(shadow, place, writer, number, clock, "writes", "frees")
+        for each in _distinct(shadow.readers[place]):
+            for reader in self.sets[each]:
+                self._ordered(shadow, place, reader, number, clock, "reads", "frees")
+        self.frees.add(number)
         shadow.writer[place] = number
         shadow.readers[place] = 0
 

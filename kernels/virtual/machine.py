@@ -85,14 +85,15 @@ class Cluster:
         self.explicit = int(launch.explicit_cluster)
         self.meeting = Meeting(f"cluster barrier of cluster {index}")
         self.members = [Cta(machine, self, rank) for rank in range(self.size)]
+        self._owners = {id(member.smem): member for member in self.members}
 
     def member(self, rank: int) -> Cta | None:
         """The CTA of a rank."""
         return self.members[rank] if rank < self.size else None
 
-    def owner(self, span: Span) -> Cta:
-        """The CTA whose shared memory this is."""
-        return next(m for m in self.members if m.smem is span)
+    def owner(self, span: Span) -> Cta | None:
+        """The CTA whose shared memory this is; None for global memory."""
+        return self._owners.get(id(span))
 
     def live_threads(self) -> int:
         """Threads that have not exited."""
@@ -128,6 +129,8 @@ class Cta:
         self.meetings: dict[int, Meeting] = {}
         self.watched: dict[str, tuple[Meeting, int]] = {}
         self.gone = False
+        self.touched: dict[int, tuple[str, str]] = {}  # accesses from other CTAs: node, who and where
+        self.known = 0  # nodes that warps knew to be over when they exited
         self.relinquished = False
         self.tmem = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
         self.tmem_used = np.zeros(COLUMNS, bool)
@@ -153,11 +156,17 @@ class Cta:
         """Remember a barrier for all threads: it may open when others exit."""
         self.watched[meeting.name] = (meeting, threads)
 
+    def touch(self, node: int, who: str, where: str) -> None:
+        """Another CTA signals, reads or writes here: this one must not exit before it knows that to be over."""
+        if self.machine.detector is not None:
+            self.touched.setdefault(node, (who, where))
+
     def lanes_left(self, group: Group) -> None:
         """Some lanes have exited."""
         warp = group.warp
         if len(warp.groups) > 1:
             return
+        self.known |= warp.clock[0]
         for groups in warp.bulk.values():
             for store in (s for g in groups for s in g):
                 if not store.waited:
@@ -195,6 +204,14 @@ class Cta:
         for first, columns in self.tmem_blocks.items():
             self.machine.find(
                 "tensor memory", f"CTA {self.label} exits without freeing {columns} columns at column {first}"
+            )
+        unknown = [what for node, what in self.touched.items() if not self.known >> node & 1]
+        if unknown:
+            who, where = unknown[-1]
+            self.machine.find(
+                "exit",
+                f"CTA {self.label} exits, and nothing orders that after {who} at {where}, which reaches it "
+                f"from another CTA (one of {len(unknown)})",
             )
         for barrier in self.mbarriers.values():
             if barrier.bytes > 0:

@@ -1,32 +1,36 @@
 """Breaks kernels on purpose: receives a kernel's PTX, hands on mutants of its synchronization and what became of them.
 
-    python -m kernels.virtual.mutants [--arch sm_100a] [--step 7] [--step 8] [--step 9] [--sample N] [--json FILE]
+    python -m kernels.virtual.mutants [--step 7] [--step 8] [--step 9] [--sample N] [--jobs 2] [--json FILE]
 
 A mutant changes one instruction: a wait that passes at once or waits for the other phase, an arrival count, bytes
-that are expected, a barrier's address or number, a mask of a commit, a fence, a commit or a wait left out. It is
-killed if any schedule ends with a finding or a wrong element. A survivor is kept with what was changed and where.
+that are expected, a barrier's address or number, a mask of a commit, a fence, a commit or a wait left out; or it is
+one of the mistakes in the source (edits.py). It is killed if any schedule ends with a finding or a wrong element.
+A survivor is kept with what was changed, where, and why nothing shows (survivors.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from kernels.problem import DType, Problem
 from kernels.verify import check
-from kernels.virtual import results
+from kernels.virtual import edits, results
 from kernels.virtual.host import on_device, run
 from kernels.virtual.machine import EARLY, LATE, Options, Schedule
 from kernels.virtual.ptx import PtxError
+from kernels.virtual.spread import spread
+from kernels.virtual.survivors import why
 
 SHAPE = (512, 512, 384)  # several tiles and a ring that wraps, small enough for hundreds of runs
 SMS = 2  # one cluster computes all tiles, so that every ring wraps
@@ -46,12 +50,16 @@ class Mutant:
     def __str__(self) -> str:
         return f"{self.kind} at {self.source or f'PTX line {self.line}'} ({self.was.split()[0]})"
 
+    @property
+    def key(self) -> str:
+        """What tells it from all others."""
+        return f"{self} {hashlib.sha256(self.text.encode()).hexdigest()[:16]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What became of a mutant: the kind of the first finding, "wrong result", or "" where it survived."""
 
-    mutant: Mutant
     killed_by: str
     schedule: str
     seconds: float
@@ -246,8 +254,16 @@ def fate(subject: Any, case: Any, mutant: Mutant, seed: int = 3) -> Fate:
         except PtxError as error:
             killer = f"refused: {error}"
         if killer:
-            return Fate(mutant, killer, str(schedule), time.perf_counter() - begin)
-    return Fate(mutant, "", "", time.perf_counter() - begin)
+            return Fate(killer, str(schedule), time.perf_counter() - begin)
+    return Fate("", "", time.perf_counter() - begin)
+
+
+def mistakes(case: Any, arch: str, root: Path | None) -> Iterator[Mutant]:
+    """Mistakes in the source of a step, as mutants of its function."""
+    for edit, text in edits.edited(case.step, case.function, arch, root):
+        yield Mutant(
+            edit.kind, 0, "source", ", ".join(name.rsplit("/", 1)[-1] for name, _, _ in edit.changes), text
+        )
 
 
 def lines_run(subject: Any, case: Any) -> set[int]:
@@ -277,53 +293,86 @@ def case_of(arch: str, step: int) -> Any:
     return Case(9, variant.function(problem), problem, variant)  # type: ignore[attr-defined]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; the exit code is 1 where fewer than 90 % are killed."""
-    from kernels.build import build
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A mutant of a case, for a process to run."""
+
+    arch: str
+    root: Path | None
+    case: Any
+    mutant: Mutant
+
+
+@cache
+def _subject(arch: str, root: Path | None) -> Any:
     from kernels.virtual.subject import Subject
 
+    return Subject(arch, root)
+
+
+def _run(task: _Task) -> dict[str, Any]:
+    return asdict(fate(_subject(task.arch, task.root), task.case, task.mutant))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit code is 1 where fewer than 95 % are killed."""
     parser = argparse.ArgumentParser(prog="python -m kernels.virtual.mutants", description=__doc__)
-    parser.add_argument("--arch", choices=("sm_90a", "sm_100a"), default="sm_100a")
-    parser.add_argument("--step", type=int, action="append")
+    parser.add_argument("--arch", choices=("sm_100a",), default="sm_100a")
+    parser.add_argument("--step", type=int, action="append", choices=(7, 8, 9))
     parser.add_argument("--sample", type=int, default=0, help="only so many of each step, drawn at random")
+    parser.add_argument("--kind", default="", help="only those whose kind holds this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--kept", type=Path, default=None, help="file of fates, to go on from")
     parser.add_argument("--root", type=Path, default=None, help="folder of built kernels")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(argv)
-    fates: list[tuple[str, Fate]] = []
+    tasks: dict[str, _Task] = {}
     for step in options.step or (7, 8, 9):
-        case = case_of(options.arch, step)
-        build(options.arch, only=case.function, root=options.root)
-        subject = Subject(options.arch, options.root)
-        found = list(mutants(subject.ptx(case.function), lines_run(subject, case)))
+        found = [t for t in _tasks(options.arch, step, options.root) if options.kind in t.mutant.kind]
         if options.sample:
             found = random.Random(1).sample(found, min(options.sample, len(found)))
-        for mutant in found:
-            fates.append((case.function, fate(subject, case, mutant)))
-            print("." if fates[-1][1].killed_by else "S", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
-    _show(fates)
+        tasks |= {f"{t.case.function}: {t.mutant.key}": t for t in found}
+    fates: dict[str, Fate] = {}
+    for key, result in spread(_run, tasks, jobs=options.jobs, kept=options.kept):
+        fates[key] = Fate(**result)
+        print("." if fates[key].killed_by else "S", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    pairs = [(task, fates[key]) for key, task in tasks.items()]
+    _show(pairs)
     if options.json:
-        results.write(options.json, "mutants of kernels on the virtual GPU", _rows(fates))
-    killed = sum(bool(f.killed_by) for _, f in fates)
-    return 0 if killed >= 0.9 * len(fates) else 1
+        results.write(options.json, "mutants of kernels on the virtual GPU", _rows(pairs))
+    killed = sum(bool(f.killed_by) for _, f in pairs)
+    return 0 if killed >= 0.95 * len(pairs) else 1
 
 
-def _show(fates: Sequence[tuple[str, Fate]]) -> None:
+def _tasks(arch: str, step: int, root: Path | None) -> list[_Task]:
+    """All mutants of a step."""
+    from kernels.virtual.subject import have
+
+    case = case_of(arch, step)
+    have(arch, [case.function], root)
+    subject = _subject(arch, root)
+    found = [*mistakes(case, arch, root), *mutants(subject.ptx(case.function), lines_run(subject, case))]
+    return [_Task(arch, root, case, mutant) for mutant in found]
+
+
+def _show(fates: Sequence[tuple[_Task, Fate]]) -> None:
     killed = [f for _, f in fates if f.killed_by]
     print(f"{len(fates)} mutants, {len(killed)} killed ({len(killed) / max(len(fates), 1):.1%})")
     for kind, count in Counter(f.killed_by for f in killed).most_common():
         print(f"  {count:4} {kind}")
-    for function, f in fates:
+    for task, f in fates:
         if not f.killed_by:
-            print(f"  survived: {function}: {f.mutant}")
+            print(f"  survived: {task.case.function}: {task.mutant}: {why(task.case.step, task.mutant)}")
 
 
-def _rows(fates: Sequence[tuple[str, Fate]]) -> Iterator[dict[str, Any]]:
-    for function, f in fates:
+def _rows(fates: Sequence[tuple[_Task, Fate]]) -> Iterator[dict[str, Any]]:
+    for task, f in fates:
         yield {
-            "name": f"{function}: {f.mutant}",
+            "name": f"{task.case.function}: {task.mutant}",
             "outcome": "killed" if f.killed_by else "survived",
-            "detail": f"{f.killed_by}, {f.schedule}" if f.killed_by else f.mutant.was,
+            "detail": f"{f.killed_by}, {f.schedule}" if f.killed_by else why(task.case.step, task.mutant),
+            "was": " ".join(task.mutant.was.split()),
         }
 
 

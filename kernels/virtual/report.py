@@ -18,7 +18,7 @@ class Finding:
 
 
 KINDS = (
-    "deadlock", "race", "proxy fence", "barrier", "bounds", "alignment", "tensor memory", "protocol",
+    "deadlock", "race", "proxy fence", "barrier", "bounds", "alignment", "tensor memory", "protocol", "exit",
     "disagreement", "wrong result", "trap",
 )  # fmt: skip
 

@@ -6,8 +6,9 @@ CUDA runtime; the PTX beside each library is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -193,6 +194,16 @@ def family_arguments(case: Case, given: Operands, ctas: int) -> list[Any]:
         ctas,
         variant.raster(p, chip),
     ]
+
+
+def have(arch: str, functions: Iterable[str], root: Path | None = None) -> None:
+    """Build those functions that aren't there. Without the compiler, what is built has to do."""
+    if find_spec("cutlass") is None:
+        return
+    from kernels.build import build
+
+    for function in sorted(set(functions)):
+        build(arch, only=function, root=root)
 
 
 # M, N, K: whole tiles, and ragged edges in every dimension (rows in multiples of 8 elements, as TMA needs).

@@ -112,7 +112,7 @@ class TensorMixin:
         return False
 
     def tc_dealloc(self, address: int, columns: int, pair: int) -> bool:
-        """tcgen05.dealloc."""
+        """tcgen05.dealloc. That of a pair (cta_group::2) frees in both CTAs: neither may use it any more."""
         first = self._one(address) & 0xFFFF
         if self.cta.tmem_blocks.get(first) != columns:
             raise self.fault(
@@ -122,7 +122,9 @@ class TensorMixin:
         if detector is not None:
             number = detector.access(self.warp.node, self.at, False, str(self.warp), self.where())
             place = (slice(None), slice(first, first + columns))
-            detector.write(self.cta.tmem_shadow(), place, number, self.warp.clock)
+            peer = self.cta.cluster.member(self.cta.rank ^ 1) if pair == 2 else None
+            for cta in [self.cta] if peer is None or peer.gone else [self.cta, peer]:
+                detector.free(cta.tmem_shadow(), place, number, self.warp.clock)
         self.cta.tmem_used[first : first + columns] = False
         del self.cta.tmem_blocks[first]
         self.machine.wake(self.cta)
@@ -205,15 +207,20 @@ class TensorMixin:
 
     # --- tcgen05.mma ------------------------------------------------------------------------------
 
-    def _queue(self, what: str) -> tuple[Issue, Any]:
-        """A place in the issuing thread's queue: what it issued before comes first."""
+    def _queue(self, what: str, *, orders: bool = True) -> tuple[Issue, Any]:
+        """A place in the issuing thread's queue: what it issued before comes first.
+
+        A commit's signal is on its way when the next commit sends its own: the one doesn't order the other
+        (`orders` is False).
+        """
         if self.lanes != 1:
             raise self.fault("protocol", f"{what} by {self.lanes} lanes at once; one thread issues it")
         key = (self.cta.label, self.warp.index, self.leader)
         issue = self.issue(what)
         if self.machine.detector is not None:
             before = self.warp.tc_nodes.get(self.leader, 0)
-            self.warp.tc_nodes[self.leader] = before | 1 << issue.node
+            if orders:
+                self.warp.tc_nodes[self.leader] = before | 1 << issue.node
             issue.clock = (issue.clock[0] | before, issue.clock[1])
         return issue, key
 
@@ -287,6 +294,8 @@ class TensorMixin:
         column = d & 0xFFFF
         columns = rows.shape[1] // 2 if split else rows.shape[1]
         self._allocated(cta, column, columns, issue)
+        if cta is not self.cta:
+            cta.touch(issue.node, issue.who, issue.where)
         tmem = cta.tmem.view(np.float32)[:, column : column + columns]
         if split:  # lanes 0-63 hold the first half of the columns, 64-127 the second
             rows = np.concatenate([rows[:, :columns], rows[:, columns:]])
@@ -343,7 +352,7 @@ class TensorMixin:
     def tc_commit(self, address: Any, mask: Any, pair: int) -> None:
         """tcgen05.commit: an arrival once all that this thread has issued is done."""
         address = self._one(address)
-        issue, key = self._queue("tcgen05.commit")
+        issue, key = self._queue("tcgen05.commit", orders=False)
         ranks = [r for r in range(16) if self._one(mask) >> r & 1] if mask is not None else [address >> 24]
         for rank in ranks:
             self.shared_span(rank << 24 | address & 0xFFFFFF, 8)
@@ -356,6 +365,8 @@ class TensorMixin:
                     raise Fault(
                         "protocol", f"{issue.who} at {issue.where} signals CTA {rank}, which has exited"
                     )
+                if cta is not group.cta:
+                    cta.touch(issue.node, issue.who, issue.where)
                 barrier = cta.mbarriers.get(address & 0xFFFFFF)
                 if barrier is None:
                     raise Fault(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.virtual.detect import Detector, Shadow
+from kernels.virtual.machine import schedules
 from tests.kernels.virtual.snippet import execute, good, kinds
 
 TWO_WARPS = """
@@ -94,3 +95,54 @@ def test_readers_are_kept_until_a_write_follows_them_all() -> None:
     detector.read(fresh, place, numbers[1], (both, 0))
     detector.write(fresh, place, numbers[2], (both | 1 << nodes[2], 0))
     assert len(detector.findings) == 1
+
+
+REMOTE_ARRIVAL = """
+    mov.b32 %r1, smem; mov.u32 %r3, %cluster_ctarank;
+    setp.ne.u32 %p1, %r0, 0; @%p1 bra $INIT;
+    mbarrier.init.shared.b64 [%r1], 1; fence.mbarrier_init.release.cluster;
+    $INIT: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    setp.eq.u32 %p2, %r3, 0; @%p2 bra $HOME; @%p1 bra $END;
+    mapa.shared::cluster.u32 %r4, %r1, 0;
+    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r4];
+    bra $END;
+    $HOME: {home}
+    $END: {end}
+"""
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+WAIT = "$W: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p9, [%r1], 0; @!%p9 bra $W;"
+
+
+@pytest.mark.parametrize(("home", "end", "ordered"), [(WAIT, "", True), ("", MEET, True), ("", "", False)])
+def test_a_cta_outlives_what_reaches_it_from_another(home: str, end: str, ordered: bool) -> None:
+    """It exits only after a wait for the arrival, or after a barrier of the cluster; under no schedule else."""
+    body = REMOTE_ARRIVAL.format(home=home, end=end)
+    found = set()
+    for schedule in schedules(4):
+        run = execute(body, np.zeros(1, np.uint32), grid=(2, 1, 1), cluster=(2, 1, 1), schedule=schedule)
+        found |= kinds(run)
+    if ordered:
+        assert not found
+    else:
+        assert found <= {"exit", "bounds"}  # nothing orders the exit, or it has been there already
+        assert found
+
+
+PAIR_FREE = """
+    mov.b32 %r1, smem; mov.u32 %r3, %cluster_ctarank;
+    tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 32; ld.shared.b32 %r2, [%r1];
+    {first}
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {{%r0}}; tcgen05.wait::st.sync.aligned;
+    {second}
+    tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r2, 32;
+    {third}
+"""
+
+
+@pytest.mark.parametrize(("place", "expected"), [("second", set()), ("first", {"race"}), ("third", {"race"})])
+def test_the_peer_of_a_pair_must_have_done_with_what_is_freed(place: str, expected: set[str]) -> None:
+    body = PAIR_FREE.format(**({"first": "", "second": "", "third": ""} | {place: MEET}))
+    run = execute(body, np.zeros(1, np.uint32), grid=(2, 1, 1), cluster=(2, 1, 1))
+    assert kinds(run) == expected
+    if expected:
+        assert "dealloc" in str(run.findings[0])
