@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import AsyncIterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,13 @@ from service.local.server import LocalServer
 from service.metrics import Metrics
 from service.regions import Regions
 from service.routes import gemm, inference, info, jobs, page, schema, tensors
-from service.routes.plain import Shortcut
+from service.routes.plain import PlainRoute, Shortcut
 from service.services import Services
 from service.settings import Settings, SettingsError
 from service.store import LocalStore
 from service.supervisor import Options, Supervisor
 from service.tls import Certificates
+from service.version import version
 
 _ROUTERS = (gemm.router, tensors.router, jobs.router, inference.router, info.router, page.router)
 _DOCS = Path(fastapi_offline.__file__).parent / "static"
@@ -81,12 +81,15 @@ def create_app(settings: Settings | None = None, certificates: Certificates | No
 
     app = App(
         title="GEMM service",
-        version=_version(),
+        version=version(),
         summary="Matrix products on tensor cores: D = act(alpha · op(A) · op(B) + beta · C + bias)",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        # A redirect would make some clients send a POST again as GET, without its body.
+        redirect_slashes=False,
     )
+    app.router.route_class = PlainRoute
     for router in _ROUTERS:
         app.include_router(router)
     _serve_docs(app)
@@ -200,13 +203,6 @@ def _serve_docs(app: FastAPI) -> None:
             swagger_css_url="/docs/static/swagger-ui.css",
             swagger_favicon_url="/docs/static/favicon.png",
         )
-
-
-def _version() -> str:
-    try:
-        return version("gemm-service")
-    except PackageNotFoundError:
-        return "0"
 
 
 def __getattr__(name: str) -> Any:

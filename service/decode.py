@@ -35,6 +35,12 @@ RAW = "application/octet-stream"
 #: Operands begin at multiples of this within a slot: what TMA and vector loads like best.
 ALIGN = 256
 
+#: Longest question or other small request in JSON: it is read onto the heap.
+QUESTION_BYTES = 1 << 16
+
+#: Most fields of a query.
+QUERY_FIELDS = 64
+
 #: JSON above this waits in the arena and is parsed in a thread, so that other requests go on meanwhile.
 _LARGE_JSON = 1 << 20
 
@@ -192,7 +198,7 @@ def parse_query(text: bytes) -> dict[str, str]:
     """Query fields; one given twice is refused."""
     try:
         pairs = parse_qsl(
-            text.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=64
+            text.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=QUERY_FIELDS
         )
     except ValueError:
         if not text:
@@ -202,6 +208,14 @@ def parse_query(text: bytes) -> dict[str, str]:
     if len(fields) != len(pairs):
         raise ServiceError("invalid", "a query field is given twice", field="query")
     return fields
+
+
+def no_query(scope: Scope) -> None:
+    """Refuse fields where none are known."""
+    fields = parse_query(scope["query_string"])
+    if fields:
+        field = next(iter(fields))[:64]
+        raise ServiceError("invalid", f"{field}: isn't known here", field=field)
 
 
 @lru_cache(maxsize=512)

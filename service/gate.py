@@ -46,7 +46,9 @@ _PAGE = ("/page/",)
 #: What a key must be allowed to do, by the path's first segment; other paths need any valid key.
 _SCOPES = {"gemm": "gemm", "variants": "gemm", "tensors": "tensors", "jobs": "jobs"}
 
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+#: Longest X-Request-Id that is taken over.
+REQUEST_ID_CHARACTERS = 128
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,%d}" % REQUEST_ID_CHARACTERS)
 _CLIENT_LEFT = 499
 
 _log = logs.Log("gate")

@@ -25,9 +25,16 @@ from pydantic import (
 from service.errors import ServiceError
 from service.formats.numbers import SPECIAL, saturated
 
+#: Longest name of a handle, job step or variant; longest times that a request may name.
+NAME_CHARACTERS = VARIANT_CHARACTERS = 128
+LONGEST_MS = LONGEST_SECONDS = 1e9
+#: Dimensions of an operand: rows and columns, and a batch.
+OPERAND_DIMENSIONS = 3
+
+_NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARACTERS - 1}}}"
 #: A handle's name, whole.
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-_REFERENCE = r"^handle:[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+NAME = rf"^{_NAME}$"
+REFERENCE = rf"^handle:{_NAME}$"
 
 #: Validation context of query fields: all values are text.
 QUERY = "query"
@@ -74,13 +81,15 @@ class GemmFields(BaseModel):
     )
     out_dtype: DTypeName | None = Field(None, description="Type of D; A's unless said")
     batch_invariant: Flag = Field(True, description="A row's bits depend neither on M nor on other requests")
-    variant: str = Field("auto", min_length=1, max_length=128, description="Kernel variant, or auto")
-    deadline_ms: Annotated[Finite, Field(ge=0, le=1e9)] | None = Field(
+    variant: str = Field(
+        "auto", min_length=1, max_length=VARIANT_CHARACTERS, description="Kernel variant, or auto"
+    )
+    deadline_ms: Annotated[Finite, Field(ge=0, le=LONGEST_MS)] | None = Field(
         None, description="Milliseconds after which the work is not begun (504)"
     )
     priority: Annotated[Count, Field(ge=0, le=10)] = Field(0, description="1 is the highest, 0 the default")
     durable: Flag = Field(False, description="With an `out` handle: answer once it is on disk")
-    ttl_seconds: Annotated[Finite, Field(gt=0, le=1e9)] | None = Field(
+    ttl_seconds: Annotated[Finite, Field(gt=0, le=LONGEST_SECONDS)] | None = Field(
         None, description="Time to live of an `out` handle"
     )
 
@@ -92,7 +101,7 @@ class Base64(BaseModel):
 
     b64: str
     dtype: DTypeName
-    shape: list[Count] = Field(max_length=3)
+    shape: list[Count] = Field(max_length=OPERAND_DIMENSIONS)
 
 
 class Handle(BaseModel):
@@ -175,13 +184,11 @@ class GemmQuery(GemmFields):
     Shapes (`2x3` or `2,3`) and dtypes go with application/octet-stream; safetensors brings its own.
     """
 
-    a: str | None = Field(
-        None, pattern=_REFERENCE, description="handle:NAME in place of a tensor in the body"
-    )
-    b: str | None = Field(None, pattern=_REFERENCE, description="handle:NAME")
-    c: str | None = Field(None, pattern=_REFERENCE, description="handle:NAME")
-    bias: str | None = Field(None, pattern=_REFERENCE, description="handle:NAME")
-    out: str = Field("inline", pattern=rf"^inline$|{_REFERENCE}", description="inline, or handle:NAME")
+    a: str | None = Field(None, pattern=REFERENCE, description="handle:NAME in place of a tensor in the body")
+    b: str | None = Field(None, pattern=REFERENCE, description="handle:NAME")
+    c: str | None = Field(None, pattern=REFERENCE, description="handle:NAME")
+    bias: str | None = Field(None, pattern=REFERENCE, description="handle:NAME")
+    out: str = Field("inline", pattern=rf"^inline$|{REFERENCE}", description="inline, or handle:NAME")
     a_shape: str | None = Field(None, description="Stored shape of A, as 2x3 or 2,3 (4x2x3 with a batch)")
     b_shape: str | None = None
     c_shape: str | None = None

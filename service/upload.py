@@ -17,12 +17,14 @@ from service.errors import ServiceError
 from service.formats import Tensor, npy, safetensors
 from service.formats.base import checked
 from service.formats.raw import parse_shape
-from service.model import DTypeName, Finite
+from service.model import LONGEST_SECONDS, DTypeName, Finite
 from service.reply import MEDIA
 from service.services import Services
 from service.transfer import Transfer
 
 _NPY_START = 12  # bytes that tell the length of a .npy header
+#: Longest name of a tensor within a safetensors body.
+TENSOR_CHARACTERS = 256
 _SKIP = 1 << 20  # bytes of other tensors that are read at a time
 
 
@@ -36,9 +38,11 @@ class PutQuery(BaseModel):
     )
     shape: str | None = Field(None, description="Shape of a raw body, as 2x3 or 2,3")
     tensor: str | None = Field(
-        None, max_length=256, description="Which tensor of a safetensors body; not needed where it has one"
+        None,
+        max_length=TENSOR_CHARACTERS,
+        description="Which tensor of a safetensors body; not needed where it has one",
     )
-    ttl_seconds: Annotated[Finite, Field(gt=0, le=1e9)] | None = Field(
+    ttl_seconds: Annotated[Finite, Field(gt=0, le=LONGEST_SECONDS)] | None = Field(
         None, description="Time to live; unset: until it is deleted"
     )
 

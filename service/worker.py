@@ -7,6 +7,7 @@ have a thread of their own. Tensors are in the arena, mapped by front and worker
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import logging
 import os
@@ -16,9 +17,9 @@ import socket
 import sys
 import threading
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Any
 
 from kernels.problem import Unsupported
 from kernels.reference import has_torch
@@ -29,6 +30,7 @@ from service.handle import EXIT_CANNOT_START, EXIT_NEEDS_PERSON
 from service.link import WorkerLink, receive_descriptor
 from service.memory import Memory
 from service.messages import Answer, Ask, Batch, Drain, Forget, Map, Ping, Pong, Ready, Unmap
+from service.version import version
 
 log = logging.getLogger("gemm.worker")
 
@@ -156,12 +158,10 @@ class Worker:
 
 
 def _versions(driver: Driver) -> dict[str, str]:
-    found: dict[str, Any] = {"python": sys.version.split()[0], "backend": driver.backend}
-    for name, package in (("service", "gemm-service"), ("numpy", "numpy"), ("torch", "torch")):
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            found[name] = ""
+    found = {"service": version(), "python": sys.version.split()[0], "backend": driver.backend}
+    for package in ("numpy", "torch"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = installed(package)
     return found
 
 

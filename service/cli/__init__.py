@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=summary, add_help=False)
     known = top.parse_args(argv[:1])
     if known.version:
-        return _version()
+        from service.version import version
+
+        print(version())
+        return 0
     if known.command is None:
         top.print_help(sys.stderr)
         return 2
@@ -79,16 +82,6 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         importlib.import_module(f"service.cli.{module}"), function or "main"
     )
     return run
-
-
-def _version() -> int:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        print(version("gemm-service"))
-    except PackageNotFoundError:
-        print("not installed (run from its sources)")
-    return 0
 
 
 def complain(message: Any) -> int:

@@ -21,6 +21,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 #: Largest dimension: kernels index rows and columns with 32 bits.
 MAX_DIM = 2**31 - 1
+#: Most dimensions of a tensor, and levels of nested lists.
+MAX_DIMS = 8
 
 _SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
@@ -58,10 +60,13 @@ def checked(dtype: Any, shape: Any, *, field: str) -> Tensor:
 
 
 def checked_shape(shape: Any, *, field: str) -> tuple[int, ...]:
-    """A shape from a list or tuple of whole numbers in [0, MAX_DIM], at most 8 of them."""
-    if not isinstance(shape, list | tuple) or len(shape) > 8:
+    """A shape from a list or tuple of whole numbers in [0, MAX_DIM], at most MAX_DIMS of them."""
+    if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS:
         raise ServiceError(
-            "invalid", f"{field}: a shape is a list of at most 8 whole numbers", field=field, limit=8
+            "invalid",
+            f"{field}: a shape is a list of at most {MAX_DIMS} whole numbers",
+            field=field,
+            limit=MAX_DIMS,
         )
     for dim in shape:
         if type(dim) is not int or dim < 0:

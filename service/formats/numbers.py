@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import ServiceError
-from service.formats.base import Tensor, checked, checked_shape, numpy_dtype
+from service.formats.base import MAX_DIMS, Tensor, checked, checked_shape, numpy_dtype
 
 SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -83,8 +83,10 @@ def shape_of(value: Any, *, field: str) -> tuple[int, ...]:
                 "invalid", f"{field}: ragged: {field}{at} differs in length from its neighbours", field=field
             )
         shape.append(lengths.pop() if lengths else 0)
-        if len(shape) > 8:
-            raise ServiceError("invalid", f"{field}: more than 8 levels of lists", field=field, limit=8)
+        if len(shape) > MAX_DIMS:
+            raise ServiceError(
+                "invalid", f"{field}: more than {MAX_DIMS} levels of lists", field=field, limit=MAX_DIMS
+            )
         first = next((x[0] for x in level if x), None)
         if type(first) is not list:
             break

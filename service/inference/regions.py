@@ -22,7 +22,7 @@ from service.keys import Principal
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 #: Registrations of one owner; each may hold a descriptor.
-_MOST = 256
+MOST_REGIONS = 256
 #: Seconds that unregistering waits for requests that use the region.
 _PATIENCE = 5.0
 #: Seconds between looks for leases that ended.
@@ -173,8 +173,8 @@ class Regions:
     def _check_free(self, owner: str, name: str) -> None:
         if (owner, name) in self._regions:
             raise _wrong(f"region {name!r} is registered already", field="name")
-        if sum(one.owner == owner for one in self._regions.values()) >= _MOST:
-            raise ServiceError("no_room", "as many regions are registered as may be", limit=_MOST)
+        if sum(one.owner == owner for one in self._regions.values()) >= MOST_REGIONS:
+            raise ServiceError("no_room", "as many regions are registered as may be", limit=MOST_REGIONS)
 
     def _lives(self, region: Region) -> bool:
         """Whether it can be used: not being ended, its time not up, its key in force."""

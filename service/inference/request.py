@@ -10,17 +10,19 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from service.batch import PRIORITIES
 from service.decode import handle_in
 from service.errors import ServiceError
 from service.formats import Tensor
-from service.formats.base import checked_shape
+from service.formats.base import MAX_DIMS, checked_shape
 from service.inference.models import DATATYPE_OF, DATATYPES, INPUTS, OUTPUT, Model
-from service.model import NAME, Count, Flag, GemmFields, validate
+from service.model import NAME, REFERENCE, Count, Flag, GemmFields, validate
 
-_REFERENCE = r"^handle:[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 #: Parameters of the protocol itself that mean nothing here, or are taken apart before the others.
 _IGNORED = frozenset({"binary_data_output", "sequence_start", "sequence_end", "headers"})
-_LOWEST_PRIORITY = 10
+_LOWEST_PRIORITY = PRIORITIES.stop - 1
+#: Most inputs, and most outputs, that a request may list.
+TENSORS = 64
 
 #: Bytes and offsets: what a C client can say.
 Bytes = Annotated[Count, Field(ge=0, lt=1 << 63)]
@@ -29,11 +31,11 @@ Bytes = Annotated[Count, Field(ge=0, lt=1 << 63)]
 class InferenceFields(GemmFields):
     """A request's parameters: those of a product, and handles of the tensor store in place of tensors."""
 
-    a: str | None = Field(None, pattern=_REFERENCE)
-    b: str | None = Field(None, pattern=_REFERENCE)
-    c: str | None = Field(None, pattern=_REFERENCE)
-    bias: str | None = Field(None, pattern=_REFERENCE)
-    out: str = Field("inline", pattern=rf"^inline$|{_REFERENCE}")
+    a: str | None = Field(None, pattern=REFERENCE)
+    b: str | None = Field(None, pattern=REFERENCE)
+    c: str | None = Field(None, pattern=REFERENCE)
+    bias: str | None = Field(None, pattern=REFERENCE)
+    out: str = Field("inline", pattern=rf"^inline$|{REFERENCE}")
 
 
 class RegionParameters(BaseModel):
@@ -67,7 +69,7 @@ class InputDocument(BaseModel):
 
     name: str
     datatype: str
-    shape: list[Count] = Field(max_length=8)
+    shape: list[Count] = Field(max_length=MAX_DIMS)
     parameters: InputParameters = InputParameters()
     data: list[Any] | None = None
 
@@ -101,8 +103,8 @@ class Document(BaseModel):
     )
 
     id: str = ""
-    inputs: Annotated[list[InputDocument], Field(max_length=64)] = []
-    outputs: Annotated[list[OutputDocument], Field(max_length=64)] = []
+    inputs: Annotated[list[InputDocument], Field(max_length=TENSORS)] = []
+    outputs: Annotated[list[OutputDocument], Field(max_length=TENSORS)] = []
     parameters: dict[str, Any] = {}
 
 

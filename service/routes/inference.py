@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from service.decode import Operands
+from service.decode import QUESTION_BYTES, Operands
 from service.errors import ServiceError
 from service.formats import numbers
 from service.inference import cuda_memory, registration, reply, system_memory
@@ -49,9 +49,6 @@ _INFER: dict[str, Any] = {
         },
     }
 }
-
-#: Bodies of the small requests: names and flags.
-_SMALL = 1 << 16
 
 
 def route(method: str, path: str, summary: str, application: PlainApp, **options: Any) -> None:
@@ -189,7 +186,7 @@ async def _all_statistics(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def read_document(transfer: Transfer) -> dict[str, Any]:
     """A small request's JSON object; no body is an empty one."""
-    text = await transfer.read_all(_SMALL)
+    text = await transfer.read_all(QUESTION_BYTES)
     document = numbers.loads(text) if text else {}
     if not isinstance(document, dict):
         raise ServiceError("malformed", "the body isn't a JSON object", field="body")

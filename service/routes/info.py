@@ -10,24 +10,20 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from service.batch import PRIORITIES
-from service.decode import JSON, require_json
+from service.decode import JSON, QUESTION_BYTES, no_query, require_json
 from service.errors import ServiceError
 from service.formats import numbers
-from service.model import validate
+from service.formats.base import MAX_DIM
+from service.limits import limits_of
+from service.model import VARIANT_CHARACTERS, validate
 from service.reply import send_json
 from service.routes.plain import PlainRoute, plain
-from service.routes.tensors import no_query
 from service.services import Services
-from service.settings import Settings
 from service.transfer import Transfer
 
 router = APIRouter(route_class=PlainRoute, tags=["info"])
 
-#: Longest question: it is read onto the heap.
-_QUESTION_BYTES = 1 << 16
-
-Extent = Annotated[int, Field(ge=0, le=1 << 40)]
+Extent = Annotated[int, Field(ge=0, le=MAX_DIM)]
 
 
 class Question(BaseModel):
@@ -52,7 +48,7 @@ class Question(BaseModel):
     activation: Literal["none", "relu", "gelu", "silu"] = "none"
     precision: Literal["ieee", "tf32"] = "ieee"
     batch_invariant: bool = True
-    variant: str = Field("auto", max_length=128)
+    variant: str = Field("auto", max_length=VARIANT_CHARACTERS)
 
 
 class Candidate(BaseModel):
@@ -91,7 +87,7 @@ async def _choose(scope: Scope, receive: Receive, send: Send) -> None:
     transfer = Transfer.of(scope, receive, send)
     no_query(scope)
     require_json(transfer)
-    question = validate(Question, numbers.loads(await transfer.read_all(_QUESTION_BYTES)))
+    question = validate(Question, numbers.loads(await transfer.read_all(QUESTION_BYTES)))
     services: Services = scope["app"].state.services
     try:
         choice = await services.supervisor.ask("choose", question.model_dump())
@@ -124,27 +120,6 @@ async def _choose(scope: Scope, receive: Receive, send: Send) -> None:
 async def choose() -> None:
     """Each candidate's estimate, the choice, and why not the others. Nothing is computed."""
     raise AssertionError("plain")
-
-
-def limits_of(settings: Settings) -> dict[str, Any]:
-    """All limits by name; times in seconds, sizes in bytes."""
-    names = (
-        *("arena_bytes", "max_body_bytes", "max_json_bytes", "max_output_bytes", "max_flops", "key_bytes"),
-        "local_bytes",
-        *("queue_requests", "queue_bytes", "batch_requests", "batch_delay_ms"),
-        *("store_memory_bytes", "store_disk_bytes", "job_steps", "job_bytes", "result_ttl_seconds"),
-        *(
-            "header_bytes",
-            "header_seconds",
-            "body_bytes_per_second",
-            "write_stall_seconds",
-            "keep_alive_seconds",
-        ),
-        "grace_seconds",
-    )
-    limits: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    limits["priorities"] = {"highest": PRIORITIES.start, "lowest": PRIORITIES.stop - 1}
-    return limits
 
 
 @router.get("/limits", summary="All limits")

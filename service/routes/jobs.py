@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service import download
-from service.decode import JSON, require_json
+from service.decode import JSON, no_query, require_json
 from service.errors import ServiceError
 from service.jobs import Job, Jobs
 from service.jobs.decode import JobBody
 from service.model import DTypeName
 from service.reply import send_json
-from service.routes.plain import PlainRoute, plain
-from service.routes.tensors import DOWNLOAD, DOWNLOAD_HEADERS, PageQuery, header_parameter, no_query
+from service.routes.plain import PlainRoute, begin_events, plain
+from service.routes.tensors import DOWNLOAD, DOWNLOAD_HEADERS, PageQuery, header_parameter
 from service.services import Services
 from service.transfer import Transfer
 
@@ -31,7 +31,9 @@ LONGEST_WAIT = 50.0
 #: Seconds between comments on a quiet event stream, which keep proxies from cutting it.
 HEARTBEAT = 15.0
 
-_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+#: Longest Idempotency-Key.
+KEY_CHARACTERS = 255
+_KEY = re.compile(rf"[\x21-\x7e]{{1,{KEY_CHARACTERS}}}")
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 StepState = Literal["queued", "running", "done", "failed", "cancelled", "skipped"]
@@ -107,7 +109,9 @@ def _key(transfer: Transfer) -> str | None:
     key = transfer.header(b"idempotency-key")
     if key is not None and not _KEY.fullmatch(key):
         raise ServiceError(
-            "invalid", "Idempotency-Key: 1 to 255 visible ASCII characters", field="Idempotency-Key"
+            "invalid",
+            f"Idempotency-Key: 1 to {KEY_CHARACTERS} visible ASCII characters",
+            field="Idempotency-Key",
         )
     return key
 
@@ -132,7 +136,8 @@ async def _events(scope: Scope, receive: Receive, send: Send) -> None:
     transfer = Transfer.of(scope, receive, send)
     no_query(scope)
     job = await jobs.find(owner, scope["path_params"]["job"])
-    await transfer.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
+    if not await begin_events(transfer):
+        return
     gone = asyncio.ensure_future(transfer.watch_disconnect())
     shown = _Shown(job, services.settings.result_ttl_seconds)
     try:

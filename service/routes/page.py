@@ -20,9 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from service import results
 from service.conditional import etag, unchanged
+from service.decode import no_query
 from service.errors import ServiceError
 from service.routes.info import services_of
-from service.routes.plain import PlainRoute, plain
+from service.routes.plain import PlainRoute, begin_events, plain
 from service.services import Services
 from service.transfer import Transfer
 
@@ -75,17 +76,17 @@ async def _file(scope: Scope, receive: Receive, send: Send) -> None:
         return
     headers += [(b"content-type", media), (b"content-length", str(len(data)).encode())]
     await transfer.start(200, headers)
-    await transfer.write(data if scope["method"] == "GET" else b"", more=False)
+    await transfer.write(data, more=False)
 
 
-@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/", include_in_schema=False)
 @plain(_file)
 async def index() -> None:
     """The page."""
     raise AssertionError("plain")
 
 
-@router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/page/{name}", include_in_schema=False)
 @plain(_file)
 async def file() -> None:
     """A file of the page."""
@@ -102,7 +103,9 @@ async def now(request: Request) -> dict[str, Any]:
 async def _events(scope: Scope, receive: Receive, send: Send) -> None:
     services: Services = scope["app"].state.services
     transfer = Transfer.of(scope, receive, send)
-    await transfer.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
+    no_query(scope)
+    if not await begin_events(transfer):
+        return
     gone = asyncio.ensure_future(transfer.watch_disconnect())
     try:
         while not (transfer.gone or gone.done()):

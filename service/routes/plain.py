@@ -13,7 +13,11 @@ from typing import Any, ClassVar
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.decode import no_query
+from service.transfer import Transfer
 
 PlainApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -36,21 +40,59 @@ class PlainRoute(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
-        self._methods.setdefault(path, set()).update(self.methods or ())
+        self._methods.setdefault(path, set()).update(self.served)
+
+    @property
+    def served(self) -> frozenset[str]:
+        """Methods that are answered: HEAD wherever GET is. The OpenAPI document has those that were declared."""
+        declared = frozenset(self.methods or ())
+        return declared | {"HEAD"} if "GET" in declared else declared
 
     @property
     def plain(self) -> PlainApp | None:
         """The ASGI callable that serves this route."""
         return getattr(self.endpoint, "plain", None)
 
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """As declared, and HEAD as GET."""
+        match, child = super().matches(scope)
+        if match is Match.PARTIAL and scope["method"] in self.served:
+            match = Match.FULL
+        return match, child
+
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the plain application; 405 for other methods."""
-        if scope["method"] not in (self.methods or ()):
+        if scope["method"] not in self.served:
             raise HTTPException(405, headers={"Allow": ", ".join(sorted(self._methods[self.path]))})
-        if self.plain is None:
-            await super().handle(scope, receive, send)
-        else:
-            await self.plain(scope, receive, send)
+        if self.plain is not None:
+            await self.plain(scope, receive, bodiless(scope, send))
+            return
+        if self.include_in_schema and not self.dependant.query_params:
+            no_query(scope)
+        bare = bodiless(scope, send)
+        if scope["method"] not in (self.methods or ()):
+            scope = {**scope, "method": "GET"}
+        await super().handle(scope, receive, bare)
+
+
+def bodiless(scope: Scope, send: Send) -> Send:
+    """The way out of a reply, which has no body where HEAD was asked."""
+    if scope["method"] != "HEAD":
+        return send
+
+    async def sender(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return sender
+
+
+async def begin_events(transfer: Transfer) -> bool:
+    """Begin a stream of server-sent events; False where HEAD was asked, and all is said."""
+    await transfer.start(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
+    if transfer.scope["method"] != "HEAD":
+        return True
+    await transfer.write(b"", more=False)
+    return False
 
 
 class Shortcut:
@@ -64,7 +106,7 @@ class Shortcut:
             for router in routers
             for route in router.routes
             if isinstance(route, PlainRoute) and route.plain is not None and "{" not in route.path
-            for method in route.methods or ()
+            for method in route.served
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,4 +116,4 @@ class Shortcut:
             return
         route, application = found
         scope["app"], scope["route"] = self._owner, route
-        await application(scope, receive, send)
+        await application(scope, receive, bodiless(scope, send))

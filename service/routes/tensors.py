@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service import conditional, download
-from service.decode import RAW, SAFETENSORS, parse_query
+from service.decode import RAW, SAFETENSORS, no_query, parse_query
 from service.errors import ServiceError
 from service.keys import Principal
-from service.model import NAME, DTypeName, validate_query
+from service.model import NAME, NAME_CHARACTERS, DTypeName, validate_query
 from service.reply import NPY, send_json
 from service.routes.plain import PlainRoute, plain
 from service.services import Services
@@ -26,14 +26,17 @@ from service.upload import PutQuery, Upload
 
 router = APIRouter(route_class=PlainRoute, tags=["tensors"])
 
+#: Most entries of a page.
+PAGE_ENTRIES = 1000
+
 
 class PageQuery(BaseModel):
     """Which page of a list."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    after: str = Field("", max_length=128, description="`next` of the page before")
-    limit: int = Field(100, ge=1, le=1000, description="Most entries of the page")
+    after: str = Field("", max_length=NAME_CHARACTERS, description="`next` of the page before")
+    limit: int = Field(100, ge=1, le=PAGE_ENTRIES, description="Most entries of the page")
 
 
 class TensorEntry(BaseModel):
@@ -127,14 +130,6 @@ async def _delete(scope: Scope, receive: Receive, send: Send) -> None:
     await services.store.delete(scope["state"]["principal"].owner, name_in(scope), conditions_in(transfer))
     await transfer.start(204, [])
     await transfer.write(b"", more=False)
-
-
-def no_query(scope: Scope) -> None:
-    """Refuse fields where none are known."""
-    fields = parse_query(scope["query_string"])
-    if fields:
-        field = next(iter(fields))[:64]
-        raise ServiceError("invalid", f"{field}: isn't known here", field=field)
 
 
 # What follows declares the routes: FastAPI makes the OpenAPI document from it.
