@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from service.routes import gemm, inference, info, jobs, page, schema, tensors
 from service.routes.plain import PlainRoute, Shortcut
 from service.services import Services
 from service.settings import Settings, SettingsError
-from service.store import LocalStore
+from service.store import LocalStore, TensorStore
 from service.supervisor import Options, Supervisor
 from service.tls import Certificates
 from service.version import version
@@ -129,7 +129,7 @@ def build(settings: Settings) -> Services:
     slots = Slots(arena, share=settings.key_bytes)
     regions = Regions(most=_most_regions(), share=settings.local_bytes)
     supervisor = Supervisor(arena, metrics, options_of(settings), regions)
-    store = LocalStore(settings, slots, forget=supervisor.forget)
+    store = store_of(settings, slots, supervisor.forget)
     keys = Keys(settings)
     metrics.live("gemm_arena_bytes", "Bytes of the arena, by state.", lambda: _arena_states(slots), "state")
     metrics.live(
@@ -147,6 +147,19 @@ def build(settings: Settings) -> Services:
     supervisor.watchers.append(services.now.saw)
     services.jobs = Jobs(services)
     return services
+
+
+def store_of(settings: Settings, slots: Slots, forget: Callable[..., None]) -> TensorStore:
+    """The store that the settings name. SettingsError where what it needs isn't installed."""
+    if settings.store is None:
+        return LocalStore(settings, slots, forget=forget)
+    try:
+        from service.store import cluster
+    except ImportError:
+        raise SettingsError(
+            "store, journal: need the extra cluster: pip install 'gemm-service[cluster]'"
+        ) from None
+    return cluster.open_store(settings, slots, forget)
 
 
 def options_of(settings: Settings) -> Options:

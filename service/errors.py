@@ -31,6 +31,7 @@ CODES: dict[str, tuple[int, str]] = {
     "not_implemented": (501, "The service can't do that"),
     "draining": (503, "The service is shutting down"),
     "no_worker": (503, "No worker is ready"),
+    "unavailable": (503, "A store that fronts share can't be reached"),
     "read_only": (503, "The data folder can't be written"),
     "deadline": (504, "The deadline passed before the work was done"),
     "no_room": (507, "There is no room"),

@@ -12,6 +12,10 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
+class SharedUnusable(OSError):
+    """What fronts share can't be reached, or is another service's: start-up stops."""
+
+
 class Rows(Protocol):
     """What a statement gave."""
 

@@ -46,6 +46,8 @@ _SERVICE_LINK = re.compile(
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _GIB = 1 << 30
+#: Settings that may hold a password: a complaint doesn't repeat them.
+_SECRET = frozenset({"journal"})
 
 
 class SettingsError(Exception):
@@ -142,6 +144,23 @@ class Settings(BaseModel):
     data: Path = Field(
         default_factory=_data_folder,
         description="Folder of tensors and jobs; unset: gemm-service in $XDG_DATA_HOME or ~/.local/share",
+    )
+    store: str | None = Field(
+        None,
+        pattern=r"^(s3://[^/]+(/.*)?|file:///.+)$",
+        description="Tensors of fronts that share them: s3://bucket/prefix, or file:///folder; goes with journal",
+    )
+    journal: str | None = Field(
+        None,
+        pattern=r"^postgres(ql)?://",
+        repr=False,
+        description="Jobs and names of fronts that share them: postgresql://…; unset: SQLite in data",
+    )
+    shared_seconds: Seconds = Field(
+        10, description="Seconds that a request to store or journal may take, above 0; then 503"
+    )
+    lease_seconds: Seconds = Field(
+        10, description="Seconds without a sign of life after which others run a front's jobs, above 0"
     )
     device: Literal["auto", "cpu", "cuda", "virtual"] = Field(
         "auto", description="auto, cpu, cuda or virtual"
@@ -290,6 +309,11 @@ class Settings(BaseModel):
     def _together(self) -> Self:
         if self.store_memory_bytes > self.arena_bytes:
             raise ValueError("store_memory_bytes: must not exceed arena_bytes, of which it is a part")
+        if (self.store is None) != (self.journal is None):
+            name, other = ("journal", "store") if self.store is None else ("store", "journal")
+            raise ValueError(
+                f"{name}: goes with {other}: fronts share both, or each keeps its own in its data folder"
+            )
         if self.uds is not None and len(os.fsencode(self.uds)) > 107:
             raise ValueError("uds: the path must be shorter than 108 bytes, as the kernel has it")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -386,6 +410,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> list[str]:
             continue
         name = str(one["loc"][0])
         complaint = one["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        given = f"{name} = {one['input']!r} from {sources.get(name, 'the defaults')}"
+        value = "(not shown)" if name in _SECRET else repr(one["input"])
+        given = f"{name} = {value} from {sources.get(name, 'the defaults')}"
         lines.setdefault(name, f"{given}: {complaint} (allowed: {Settings.model_fields[name].description})")
     return list(lines.values())

@@ -136,7 +136,7 @@ class Contents:
         content = hold.content
         while (resident := self.memory.get(content.row.id)) is None:
             if content.lost:
-                raise _lost(content)
+                raise lost(content)
             if content.loading is None:
                 content.loading = self.effects.spawn(self._load(content, self.hold(content)))
             await asyncio.shield(content.loading)
@@ -164,7 +164,7 @@ class Contents:
         if resident is not None:
             data[:] = resident.slot.view(hold.content.row.nbytes)[start : start + nbytes]
         elif hold.content.lost:
-            raise _lost(hold.content)
+            raise lost(hold.content)
         else:
             await self._read_into(hold.content, start, memoryview(data))
         return data
@@ -180,7 +180,7 @@ class Contents:
         except (EOFError, FileNotFoundError) as error:
             logger.error("a tensor's file is gone or cut: %s", error)
             self._lose(content)
-            raise _lost(content) from error
+            raise lost(content) from error
 
     # Writing
 
@@ -303,5 +303,6 @@ class Contents:
             self._charge(content, -content.disk_bytes)
 
 
-def _lost(content: Content) -> ServiceError:
+def lost(content: Content) -> ServiceError:
+    """What is told of it."""
     return ServiceError("lost", f"the tensor {content.row.name!r} was lost")

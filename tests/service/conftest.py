@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.service import shared
 from tests.service.real import Service
 
 
@@ -16,3 +17,17 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     made = Service(tmp_path_factory.mktemp("data"), *flags).ready()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[shared.Postgres]:
+    """A real PostgreSQL; each test takes a database of its own."""
+    with shared.postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[shared.S3]:
+    """A real S3 server; each test takes a bucket of its own."""
+    with shared.s3() as server:
+        yield server

@@ -1,0 +1,454 @@
+"""The tensor store that fronts share: receives tensors, keeps them as objects and their rows in PostgreSQL.
+
+Any front serves any handle: what a name means is asked of the database each time, so what another front has
+just put is seen, and a content, which never changes, is fetched once and then found in the arena.
+
+A result that /gemm made is in the arena of one front alone until it is written; others wait for it, as long as
+that front lives. What nothing needs any more stays for a while, for whoever holds it elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from service.arena import Slots
+from service.errors import ServiceError
+from service.fronts import ALIVE, Fronts
+from service.session import Session
+from service.store import index
+from service.store.conditions import Conditions
+from service.store.content import Content, Hold, Pin
+from service.store.contents import Contents, lost
+from service.store.effects import Effects
+from service.store.files import Files
+from service.store.index import CONTENT, ContentRow, NameRow, content_of
+from service.store.names import Named
+from service.store.store import Binding, Entry, TensorStore, entry_of
+
+if TYPE_CHECKING:
+    from service.postgres import Postgres
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that an object outlives the last name and job that needed it: longer than any reply takes.
+GRACE_SECONDS = 3600.0
+#: Seconds after which an object without a row is what a dead front left half done.
+ORPHAN_SECONDS = 86400.0
+#: Seconds between looks for such objects.
+ORPHANS_EVERY = 6 * 3600.0
+#: Seconds between looks at, and most seconds of waiting for, a result that another front is writing.
+UNWRITTEN_POLL, UNWRITTEN_PATIENCE = 0.05, 5.0
+#: Rows of one sweep.
+SWEEP_ROWS = 256
+#: Transaction-wide lock of who sweeps: any fixed number.
+_SWEEPING = 0x67656D6E
+
+SCHEMA = (
+    # The front that alone has a content which isn't written yet.
+    "CREATE TABLE IF NOT EXISTS unwritten (content TEXT PRIMARY KEY REFERENCES contents (id) ON DELETE CASCADE, "
+    "front TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS names_expires ON names (expires)",
+    "CREATE INDEX IF NOT EXISTS contents_owner ON contents (owner)",
+    'CREATE INDEX IF NOT EXISTS names_sorted ON names (owner, name COLLATE "C")',
+    # Objects to delete after a while.
+    "CREATE TABLE IF NOT EXISTS dropped (content TEXT PRIMARY KEY, "
+    "at TIMESTAMPTZ NOT NULL DEFAULT clock_timestamp())",
+)
+_NOTE_DROPPED = """
+CREATE FUNCTION note_dropped() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN INSERT INTO dropped (content) VALUES (OLD.id) ON CONFLICT DO NOTHING; RETURN NULL; END $$
+"""
+_TRIGGER = (
+    "CREATE TRIGGER contents_dropped AFTER DELETE ON contents FOR EACH ROW EXECUTE FUNCTION note_dropped()"
+)
+
+
+class SharedFiles(Files, Protocol):
+    """Files that all fronts reach."""
+
+    up: bool
+
+    async def claim(self, database: str) -> None:
+        """Make them this database's, or see that they are."""
+
+    def older(self, seconds: float) -> AsyncIterator[list[str]]:
+        """Ids of files made more than `seconds` ago, in pages."""
+
+
+def prepare(db: Session) -> None:
+    """Make the tables."""
+    index.prepare(db)
+    for statement in SCHEMA:
+        db.execute(statement)
+    if db.execute("SELECT 1 FROM pg_trigger WHERE tgname = 'contents_dropped'").fetchone() is None:
+        db.execute(_NOTE_DROPPED)
+        db.execute(_TRIGGER)
+
+
+class SharedContents(Contents):
+    """Contents that this front has to do with: held, in its arena, or on their way. The database knows all."""
+
+    lease: float
+
+    def __init__(self, *args: Any, lease: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lease = lease
+        self._fresh: set[str] = set()
+        self._lost: set[str] = set()
+
+    def reserve(self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Hold:
+        """As ever; the database doesn't know it yet."""
+        hold = super().reserve(owner, name, nbytes, dtype, shape)
+        self._fresh.add(hold.content.row.id)
+        return hold
+
+    def known(self, content: Content) -> None:
+        """The database knows it."""
+        self._fresh.discard(content.row.id)
+
+    def of(self, row: ContentRow, *, lost: bool = False) -> Content:
+        """The content of a row of the database."""
+        content = self._contents.get(row.id)
+        if content is None:
+            content = self._contents[row.id] = Content(row)
+        elif row.whole and not content.row.whole:
+            content.row = replace(content.row, whole=True)
+        content.lost = row.id in self._lost or (lost and row.id not in self._unwritten)
+        self.known(content)
+        return content
+
+    def charge_as(self, by_owner: dict[str, int]) -> None:
+        """The bytes that all fronts keep, as the database has just told."""
+        self.bytes_by_owner = by_owner
+        self.disk_bytes = sum(by_owner.values())
+
+    def drop(self, content: Content) -> None:
+        """One need less. The arena keeps it while there is room; whether its object goes, the database says."""
+        content.needs -= 1
+        id_ = content.row.id
+        if content.needs or id_ in self._unwritten:
+            return
+        if id_ in self._fresh:
+            self._fresh.discard(id_)
+            self.forget(content)
+            if not self.closing:  # else it is found as an orphan
+                self.effects.spawn(self._note(id_))
+        elif self.memory.peek(id_) is None:
+            self.forget(content)
+
+    def forget(self, content: Content) -> None:
+        """Keep nothing of it here."""
+        self._contents.pop(content.row.id, None)
+        self._unwritten.pop(content.row.id, None)
+        self.memory.remove(content.row.id)
+
+    async def _note(self, id_: str) -> None:
+        """The object of a content that came to nothing may go, unless the database took it after all."""
+        with contextlib.suppress(ServiceError):  # found as an orphan
+            await self.database.write(lambda db: _note_orphans(db, [id_]))
+
+    def tidy(self) -> None:
+        """Forget what is neither held nor in the arena."""
+        for id_, content in list(self._contents.items()):
+            if not content.needs and self.memory.peek(id_) is None:
+                del self._contents[id_]
+
+    async def load(self, hold: Hold) -> Pin:
+        """As ever, after what another front still writes."""
+        if self.memory.peek(hold.content.row.id) is None:
+            await self._settled(hold.content)
+        return await super().load(hold)
+
+    async def write_back(self, content: Content) -> None:
+        """As ever; what another front has, that one writes."""
+        if content.row.id in self._unwritten:
+            await super().write_back(content)
+        else:
+            await self._settled(content)
+
+    async def _read_into(self, content: Content, start: int, view: memoryview) -> None:
+        await self._settled(content)
+        await super()._read_into(content, start, view)
+
+    async def _settled(self, content: Content) -> None:
+        """Wait until the file is there. ServiceError lost, or unavailable where that takes too long."""
+        end = time.monotonic() + UNWRITTEN_PATIENCE
+        while not content.row.whole:
+            if content.lost:
+                raise lost(content)
+            state = await self.database.read(lambda db: _state(db, content.row.id, self.lease))
+            if state == "whole":
+                content.row = replace(content.row, whole=True)
+            elif state == "lost":
+                content.lost = True
+            elif time.monotonic() > end:
+                raise ServiceError(
+                    "unavailable", "another front hasn't written this tensor yet", retry_after=1.0
+                )
+            else:
+                await asyncio.sleep(UNWRITTEN_POLL)
+
+    def _evicted_only_copy(self, id_: str) -> None:
+        super()._evicted_only_copy(id_)
+        self._lost.add(id_)
+
+    async def tell_lost(self) -> None:
+        """Let others know what this front had alone, and lost."""
+        if gone := list(self._lost):
+            await self.database.write(
+                lambda db: db.executemany("DELETE FROM unwritten WHERE content = ?", [(id_,) for id_ in gone])
+            )
+            self._lost.difference_update(gone)
+
+
+def _state(db: Session, content: str, lease: float) -> str:
+    """Of a content: "whole", "lost", or "unwritten" while a living front has it."""
+    row = db.execute(
+        f"SELECT whole, EXISTS (SELECT 1 FROM unwritten WHERE content = contents.id AND front IN ({ALIVE})) "
+        "FROM contents WHERE id = ?",
+        (lease, content),
+    ).fetchone()
+    if row is None or not (row[0] or row[1]):
+        return "lost"
+    return "whole" if row[0] else "unwritten"
+
+
+class SharedStore(TensorStore):
+    """See the module. `forget(*tensors)` is told what a device cache may drop."""
+
+    contents: SharedContents
+
+    def __init__(
+        self,
+        database: Postgres,
+        kept: SharedFiles,
+        effects: Effects,
+        slots: Slots,
+        forget: Callable[..., None],
+        *,
+        memory_budget: int,
+        disk_budget: int,
+        lease: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        contents = SharedContents(
+            kept,
+            database,
+            effects,
+            slots,
+            memory_budget=memory_budget,
+            disk_budget=disk_budget,
+            forget=forget,
+            lease=lease,
+        )
+        super().__init__(database, effects, contents, clock)
+        self.kept_files = kept
+        self.fronts = Fronts(database, lease)
+        self.database = database
+        self._orphans_at = 0.0
+        #: Results of this front that a name means and that aren't written yet.
+        self._soft: dict[tuple[str, str], Content] = {}
+
+    # Life
+
+    async def start(self) -> None:
+        """Make the tables, claim the objects, show life.
+
+        SharedUnusable where something can't be reached or is another's.
+        """
+        await self.effects.in_pool(self.database.open)
+        await self.transactions.prepare(prepare)
+        (database,) = await self.transactions.read(lambda db: db.execute("SELECT id FROM service").fetchone())
+        await self.kept_files.claim(database)
+        await self.fronts.start()
+        await self._count()
+        self.sweep_often()
+
+    async def end(self) -> None:
+        """Say that this front leaves."""
+        await self.fronts.close()
+        await asyncio.to_thread(self.database.close)
+
+    async def sweep(self, now: float) -> None:
+        """Forget what expired; delete objects whose time is over; write what was refused; count bytes."""
+        await self.contents.retry()
+        await self.contents.tell_lost()
+        self.contents.tidy()
+        self._soft = {key: content for key, content in self._soft.items() if not content.row.whole}
+        await self.transactions.write(lambda db: _expire(db, now))
+        if time.monotonic() >= self._orphans_at:
+            self._orphans_at = time.monotonic() + ORPHANS_EVERY
+            await self._drop_orphans()
+        await self._delete_dropped()
+        await self._count()
+
+    async def _count(self) -> None:
+        self.contents.charge_as(await self.transactions.read(_bytes_by_owner))
+
+    async def _delete_dropped(self) -> None:
+        due = await self.transactions.read(_due)
+        for id_ in due:
+            await self.kept_files.remove(id_)
+        if due:
+            await self.transactions.write(
+                lambda db: db.executemany("DELETE FROM dropped WHERE content = ?", [(id_,) for id_ in due])
+            )
+
+    async def _drop_orphans(self) -> None:
+        """Note objects that no row names, to be deleted as others are."""
+        async for ids in self.kept_files.older(ORPHAN_SECONDS):
+            orphans = await self.transactions.write(lambda db, ids=ids: _note_orphans(db, ids))  # type: ignore[misc]
+            if orphans:
+                logger.info("%d objects of unfinished tensors will be deleted", orphans)
+
+    # Lookups
+
+    async def find(self, owner: str, name: str) -> Named[Content] | None:
+        """What the name means now."""
+        now = self.clock()
+        row = await self.transactions.read(lambda db: _named(db, owner, name, now, self.fronts.lease))
+        return None if row is None else self._named(row)
+
+    async def entries(self, owner: str, after: str, limit: int) -> tuple[list[Entry], str | None]:
+        """A page of the owner's tensors by name; and what to pass as `after` for the next."""
+        now = self.clock()
+        rows = await self.transactions.read(
+            lambda db: _names(db, owner, after, limit + 1, now, self.fronts.lease)
+        )
+        page = [self._named(row) for row in rows[:limit]]
+        following = page[-1].name if len(rows) > limit else None
+        self.contents.tidy()
+        return [entry_of(named) for named in page if not named.content.lost], following
+
+    async def hold_content(self, content: str) -> Hold:
+        """Keep a content readable by its id, which its keeper knows. ServiceError lost."""
+        row = await self.transactions.read(
+            lambda db: db.execute(f"SELECT {CONTENT} FROM contents WHERE id = ?", (content,)).fetchone()
+        )
+        if row is None:
+            raise ServiceError("lost", "the tensor is gone")
+        return self.contents.hold(self.contents.of(content_of(row)))
+
+    def _named(self, row: tuple[NameRow, ContentRow, bool]) -> Named[Content]:
+        name, content, lost = row
+        return Named(name.owner, name.name, self.contents.of(content, lost=lost), name.created, name.expires)
+
+    # Changes
+
+    async def bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:
+        """Let the name mean the held content, if the conditions hold in the same transaction."""
+        content = binding.hold.content
+        row = content.row
+        key = (row.owner, binding.name)
+        earlier = self._soft.get(key)
+        now = self.clock()
+        async with self.binding(row.owner, [binding]) as (name,):
+
+            def commit(db: Session) -> bool:
+                found = _named(db, row.owner, name.name, now, self.fronts.lease)
+                conditions.check(None if found is None or found[2] else found[1].etag)
+                index.add(db, row)
+                if soft:
+                    db.execute("INSERT INTO unwritten VALUES (?, ?)", (row.id, self.fronts.id))
+                index.bind(db, name)
+                return earlier is None or _state(db, earlier.row.id, self.fronts.lease) == "lost"
+
+            replaced = await self.transactions.write(commit, soft=soft)
+        self.contents.known(content)
+        if self._soft.get(key) is earlier and earlier is not None:
+            del self._soft[key]
+            if replaced and not earlier.needs:  # nothing can name it any more, so it needn't be written
+                self.contents.forget(earlier)
+        if soft:
+            self._soft[key] = content
+        return entry_of(Named(name.owner, name.name, content, name.created, name.expires))
+
+    async def unbind(self, named: Named[Content]) -> None:
+        """Forget the name, if it still means this."""
+        id_ = named.content.row.id
+        await self.transactions.write(lambda db: index.unbind(db, named.owner, named.name, id_))
+
+    @contextlib.asynccontextmanager
+    async def binding(self, owner: str, bindings: Sequence[Binding]) -> AsyncIterator[list[NameRow]]:
+        """Yield the names' rows, to be committed in the block: transactions keep them apart."""
+        now = self.clock()
+        yield [
+            NameRow(owner, b.name, b.hold.content.row.id, now, None if b.ttl is None else now + b.ttl)
+            for b in bindings
+        ]
+
+    # For jobs
+
+    def kept(self, holds: Iterable[Hold]) -> None:
+        """The database knows them."""
+        for hold in holds:
+            self.contents.known(hold.content)
+
+    def unkept(self, contents: Iterable[str]) -> None:
+        """The database knows, and lets them go."""
+
+
+_NAMED = (
+    "SELECT n.owner, n.name, n.content, n.created, n.expires, "
+    f"{', '.join('c.' + column for column in CONTENT.split(', '))}, "
+    f"c.whole = 0 AND NOT EXISTS (SELECT 1 FROM unwritten u WHERE u.content = c.id AND u.front IN ({ALIVE})) "
+    "FROM names n JOIN contents c ON c.id = n.content "
+    "WHERE n.owner = ? AND (n.expires IS NULL OR n.expires > ?)"
+)
+
+
+def _row(row: Sequence[object]) -> tuple[NameRow, ContentRow, bool]:
+    return NameRow(*row[:5]), content_of(row[5:13]), bool(row[13])  # type: ignore[arg-type]
+
+
+def _named(
+    db: Session, owner: str, name: str, now: float, lease: float
+) -> tuple[NameRow, ContentRow, bool] | None:
+    row = db.execute(f"{_NAMED} AND n.name = ?", (lease, owner, now, name)).fetchone()
+    return None if row is None else _row(row)
+
+
+def _names(
+    db: Session, owner: str, after: str, limit: int, now: float, lease: float
+) -> list[tuple[NameRow, ContentRow, bool]]:
+    query = f'{_NAMED} AND n.name COLLATE "C" > ? ORDER BY n.name COLLATE "C" LIMIT ?'
+    return [_row(row) for row in db.execute(query, (lease, owner, now, after, limit))]
+
+
+def _bytes_by_owner(db: Session) -> dict[str, int]:
+    return {
+        owner: int(n) for owner, n in db.execute("SELECT owner, sum(nbytes) FROM contents GROUP BY owner")
+    }
+
+
+def _expire(db: Session, now: float) -> None:
+    """Names whose time has come; one front at a time, since all sweep."""
+    if not db.execute("SELECT pg_try_advisory_xact_lock(?)", (_SWEEPING,)).fetchone()[0]:
+        return
+    rows = db.execute("SELECT owner, name, content FROM names WHERE expires <= ? LIMIT ?", (now, SWEEP_ROWS))
+    for owner, name, content in rows.fetchall():
+        index.unbind(db, owner, name, content)
+
+
+def _due(db: Session) -> list[str]:
+    """Objects to delete now: long dropped, and not known again meanwhile."""
+    rows = db.execute(
+        "SELECT content FROM dropped WHERE at < clock_timestamp() - make_interval(secs => ?) "
+        "AND NOT EXISTS (SELECT 1 FROM contents WHERE id = dropped.content) LIMIT ?",
+        (GRACE_SECONDS, SWEEP_ROWS),
+    )
+    return [id_ for (id_,) in rows.fetchall()]
+
+
+def _note_orphans(db: Session, ids: list[str]) -> int:
+    return db.execute(
+        "INSERT INTO dropped (content) SELECT id FROM unnest(?::text[]) AS found (id) "
+        "WHERE NOT EXISTS (SELECT 1 FROM contents WHERE contents.id = found.id) ON CONFLICT DO NOTHING",
+        (ids,),
+    ).rowcount
