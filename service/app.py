@@ -145,7 +145,7 @@ def build(settings: Settings) -> Services:
     )
     services = Services(settings, metrics, keys, arena, slots, supervisor, store, None)  # type: ignore[arg-type]
     supervisor.watchers.append(services.now.saw)
-    services.jobs = Jobs(services)
+    services.jobs = jobs_of(services)
     return services
 
 
@@ -160,6 +160,17 @@ def store_of(settings: Settings, slots: Slots, forget: Callable[..., None]) -> T
             "store, journal: need the extra cluster: pip install 'gemm-service[cluster]'"
         ) from None
     return cluster.open_store(settings, slots, forget)
+
+
+def jobs_of(services: Services) -> Jobs:
+    """The jobs of this front, or of all that share the store."""
+    if services.settings.store is None:
+        return Jobs(services)
+    from service.jobs.shared import SharedJobs
+    from service.store.shared import SharedStore
+
+    assert isinstance(services.store, SharedStore)
+    return SharedJobs(services, services.store)
 
 
 def options_of(settings: Settings) -> Options:

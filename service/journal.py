@@ -110,6 +110,14 @@ def prepare(db: Session) -> None:
         db.execute(statement)
 
 
+class KeySeen(Exception):
+    """The key came before, maybe at another front: the job that it made stands."""
+
+
+class LeaseLost(Exception):
+    """Another front runs the job now: what this one made of it doesn't count."""
+
+
 class Journal:
     """The journal in the store's database."""
 
@@ -122,13 +130,19 @@ class Journal:
         return await self.database.read(_unfinished)
 
     async def accept(self, job: JobRow, inputs: Iterable[ContentRow], key: Key | None) -> None:
-        """Record a job, the contents that it needs, and its key. Durable on return."""
+        """Record a job, the contents that it needs, and its key. Durable on return. KeySeen."""
         needed = list(inputs)
-        await self.database.write(lambda db: _accept(db, job, needed, key))
+        await self.database.write(lambda db: self._accept(db, job, needed, key))
 
     async def record(self, progress: Progress) -> None:
-        """Record what ended, in one transaction."""
-        await self.database.write(lambda db: _record(db, progress))
+        """Record what ended, in one transaction. LeaseLost where fronts share the journal."""
+        await self.database.write(lambda db: self._record(db, progress))
+
+    def _accept(self, db: Session, job: JobRow, inputs: list[ContentRow], key: Key | None) -> None:
+        _accept(db, job, inputs, key)
+
+    def _record(self, db: Session, progress: Progress) -> None:
+        _record(db, progress)
 
     async def replay(self, key: Key, now: float) -> str | None:
         """The job that this key made before; ServiceError idempotency_mismatch if with another body."""
@@ -161,6 +175,8 @@ class Journal:
 
 
 def _accept(db: Session, job: JobRow, inputs: list[ContentRow], key: Key | None) -> None:
+    if key is not None and _seen(db, key, job.accepted) is not None:
+        raise KeySeen
     db.execute(
         "INSERT INTO jobs (id, owner, accepted, state) VALUES (?, ?, ?, ?)",
         (job.id, job.owner, job.accepted, job.state),
@@ -228,6 +244,12 @@ def _unfinished(db: Session) -> list[JobRow]:
 def _find(db: Session, owner: str, job: str) -> JobRow | None:
     row = db.execute(f"{_JOB} WHERE id = ? AND owner = ?", (job, owner)).fetchone()
     return None if row is None else _job(db, row)
+
+
+def jobs_of(db: Session, ids: Iterable[str]) -> list[JobRow]:
+    """These jobs, as far as they are there."""
+    rows = [db.execute(f"{_JOB} WHERE id = ?", (id_,)).fetchone() for id_ in ids]
+    return [_job(db, row) for row in rows if row is not None]
 
 
 def _page(db: Session, owner: str, before: str, limit: int) -> list[JobRow]:

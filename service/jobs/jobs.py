@@ -21,7 +21,7 @@ from service.formats import numbers
 from service.jobs.decode import Draft, Limits, Owner, decode
 from service.jobs.model import DONE, Job, rows_of
 from service.jobs.runner import Parts, Runner, Supervisor
-from service.journal import JobRow, Journal, Key
+from service.journal import JobRow, Journal, Key, KeySeen
 from service.store import Hold, TensorStore
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,12 @@ class Services(Protocol):
 class Jobs:
     """See the module."""
 
-    def __init__(self, services: Services, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, services: Services, journal: Journal | None = None, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self.limits = services.settings
         self.store = services.store
-        self.journal = Journal(services.store.transactions)
+        self.journal = journal or Journal(services.store.transactions)
         self.clock = clock
         self.pausing = False
         self._parts = Parts(
@@ -148,16 +150,25 @@ class Jobs:
                 return await self.find(owner, earlier)
         value = await _maybe_thread(len(body), lambda: numbers.loads(body))
         draft = await decode(value, len(body), Owner(owner, share), self.store, self.limits, now)
-        return await asyncio.shield(asyncio.create_task(self._accept(draft, known, now)))
+        try:
+            return await asyncio.shield(asyncio.create_task(self._accept(draft, known, now)))
+        except KeySeen:  # another front was faster
+            assert known is not None
+            earlier = await self.journal.replay(known, now)
+            assert earlier is not None, "a key was seen and isn't there"
+            return await self.find(owner, earlier)
 
     async def _accept(self, draft: Draft, key: Key | None, now: float) -> Job:
         """To the end, even if the client leaves: what is recorded is run."""
         try:
             row = JobRow(job_id(now), draft.owner, now, steps=rows_of(draft.specs))
-            await self.journal.accept(row, [hold.content.row for hold in draft.holds.values()], key)
-            self.store.kept(draft.holds.values())
+            return await self._accepted(row, draft, key)
         finally:
             draft.release()
+
+    async def _accepted(self, row: JobRow, draft: Draft, key: Key | None) -> Job:
+        await self.journal.accept(row, [hold.content.row for hold in draft.holds.values()], key)
+        self.store.kept(draft.holds.values())
         job = Job.of(row)
         self._launch(job)
         return job
@@ -189,12 +200,16 @@ class Jobs:
         if row is None:
             raise ServiceError("not_found", f"there is no job {id_[:64]!r}")
         # It may have ended, or begun, while the journal was asked.
-        return self._jobs.get(id_) or Job.of(row)
+        return self._shown(row)
 
     async def page(self, owner: str, before: str, limit: int) -> list[Job]:
         """Up to `limit` of the owner's jobs, newest first, older than `before`."""
         rows = await self.journal.page(owner, before, limit)
-        return [self._jobs.get(row.id) or Job.of(row) for row in rows]
+        return [self._shown(row) for row in rows]
+
+    def _shown(self, row: JobRow) -> Job:
+        """A job of the journal, as it stands: what runs here is further than its record."""
+        return self._jobs.get(row.id) or Job.of(row)
 
     async def wait(self, job: Job, seconds: float) -> None:
         """Until it has ended, for `seconds` at most."""

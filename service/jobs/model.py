@@ -82,7 +82,7 @@ class Step:
         return told
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
     """A job and its steps in their order. `changed` is set, and replaced, at each change."""
 
@@ -102,6 +102,12 @@ class Job:
         steps = [Step(_decode(step.spec), step, step.state) for step in row.steps]
         by_id = {step.spec.id: step for step in steps}
         return cls(row.id, row.owner, row.accepted, by_id, row.state, row.finished, row.expired)
+
+    def update(self, row: JobRow) -> None:
+        """Stand as the journal has it now."""
+        for step, recorded in zip(self.steps.values(), row.steps, strict=True):
+            step.row, step.state = recorded, recorded.state
+        self.state, self.finished, self.expired = row.state, row.finished, row.expired
 
     @property
     def ended(self) -> bool:

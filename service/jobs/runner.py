@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from service.batch import DEFAULT_PRIORITY, Work
 from service.errors import ServiceError
 from service.formats import Tensor
 from service.jobs.model import CANCELLED, DONE, FAILED, QUEUED, RUNNING, SKIPPED, Job, Step
-from service.journal import Journal, Progress, StepRow
+from service.journal import Journal, LeaseLost, Progress, StepRow
 from service.messages import Operand
 from service.store import Binding, Hold, Pin, TensorStore
 
@@ -92,7 +92,7 @@ class Tries:
     def delay(self, code: str) -> float | None:
         """Seconds until the next try after a refusal with `code`; None where another can't help."""
         delay = min(FIRST_DELAY * 2.0 ** min(self.count, 10), LAST_DELAY)
-        if code == "queue_full":
+        if code in {"queue_full", "unavailable"}:
             return delay
         if code in {"no_room", "read_only"}:
             return delay if self.seconds < ROOM_PATIENCE else None
@@ -106,12 +106,21 @@ class Paused(Exception):
 
 
 class Runner:
-    """One job's run. `stop` is set to end it early: to cancel the job where it says so, else to pause it."""
+    """One job's run. `stop` is set to end it early: to cancel the job where it says so, else to pause it.
+
+    `abandon` ends it without a record: another front runs the job.
+    """
 
     def __init__(self, job: Job, parts: Parts) -> None:
         self.job = job
         self.parts = parts
         self.stop = asyncio.Event()
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Let the job be another front's."""
+        self._abandoned = True
+        self.stop.set()
 
     async def run(self) -> None:
         """Until all steps have ended, or `stop`."""
@@ -131,6 +140,9 @@ class Runner:
                 steps = {task: running.pop(task) for task in ended}
                 if not await self._collect(steps):
                     return
+        except LeaseLost:
+            logger.warning("job %s is run by another front now", self.job.id)
+            await _cancel(running)
         finally:
             stopping.cancel()
 
@@ -151,6 +163,8 @@ class Runner:
 
     async def _stop(self, running: dict[asyncio.Task[Ending], Step]) -> None:
         """Let go of queued work; keep what was finished meanwhile; cancel the rest of the job if asked to."""
+        if self._abandoned:
+            raise LeaseLost
         if self.job.cancelling:
             for task in running:
                 task.cancel()
@@ -352,6 +366,17 @@ class Runner:
             release=release,
             **operands,
         )
+
+
+async def _cancel(tasks: Collection[asyncio.Task[Ending]]) -> None:
+    """End them, and let go of what those have that had ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and task.exception() is None and (hold := task.result().hold) is not None:
+            hold.release()
 
 
 def _release(pins: Iterable[Pin]) -> None:

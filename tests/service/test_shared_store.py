@@ -23,7 +23,6 @@ from service.store.shared import SharedStore
 from tests.service import shared
 from tests.service.storing import MIB, Clock, get, put, tensor
 
-
 pytestmark = pytest.mark.ci
 
 
