@@ -218,9 +218,11 @@ def apply(runtime: Runtime, outcome: Outcome) -> None:
         runtime.bar(outcome.variant, f"its self-test on this device ended: {outcome.ended}: {outcome.detail}")
 
 
-def condemn(runtime: Runtime, variant: str, detail: str, folder: Path | None = None) -> None:
-    """Quarantine a variant that faulted in service, for this process and those that follow."""
-    outcome = Outcome(variant, Ended.FAULT, detail)
+def condemn(
+    runtime: Runtime, variant: str, detail: str, folder: Path | None = None, *, ended: Ended = Ended.FAULT
+) -> None:
+    """Quarantine a variant that faulted or hung in service, for this process and those that follow."""
+    outcome = Outcome(variant, ended, detail)
     kept = Kept(folder or default_folder(), runtime.device.key, runtime.build_hash)
     kept.write(kept.read() | {variant: outcome})
     apply(runtime, outcome)

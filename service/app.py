@@ -130,10 +130,16 @@ def build(settings: Settings) -> Services:
     regions = Regions(most=_most_regions(), share=settings.local_bytes)
     supervisor = Supervisor(arena, metrics, options_of(settings), regions)
     store = store_of(settings, slots, supervisor.forget)
+    store.contents.attach(supervisor.kept)
     keys = Keys(settings)
     metrics.live("gemm_arena_bytes", "Bytes of the arena, by state.", lambda: _arena_states(slots), "state")
     metrics.live(
         "gemm_local_bytes", "Bytes of memory that local clients lend.", lambda: float(regions.nbytes)
+    )
+    metrics.live(
+        "gemm_device_only_bytes",
+        "Bytes of results that only the device has which computed them.",
+        lambda: float(supervisor.kept.nbytes),
     )
     metrics.live("gemm_tensor_store_bytes", "Bytes of stored tensors, by tier.", store.bytes_by_tier, "tier")
     limits = {"memory": float(settings.store_memory_bytes), "disk": float(settings.store_disk_bytes)}

@@ -22,6 +22,10 @@ def _nothing() -> None:
     return None
 
 
+def _any(work: Work) -> bool:
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class Work:
     """One GEMM on its way. `seconds` is its estimated time on the device; times are CLOCK_MONOTONIC seconds;
@@ -59,7 +63,7 @@ class Work:
     @property
     def held_nbytes(self) -> int:
         """Bytes that the work alone holds while it waits: stored tensors are there anyway, for all who use them."""
-        return sum(part.nbytes for part in self._parts if not part.tensor)
+        return sum(part.nbytes for part in self._parts if part is self.out or not part.tensor)
 
     @property
     def _parts(self) -> list[Operand]:
@@ -186,16 +190,21 @@ class Queue:
             return 0.0
         return max(0.0, head.arrived + self.limits.delay - now)
 
-    def take(self, *, stacking: bool = True) -> Taken | None:
-        """Take the next batch out. `stacking` False: this device's bits differ in a stack, so only who doesn't mind."""
-        head = self.head
+    def take(
+        self, head: Work | None = None, *, stacking: bool = True, fits: Callable[[Work], bool] = _any
+    ) -> Taken | None:
+        """Take the next batch out, or that of `head`, of works that `fits` lets run there.
+
+        stacking False: this device's bits differ in a stack, so only who doesn't mind.
+        """
+        head = head or self.first(fits)
         if head is None:
             return None
         if head.stack_key is not None and (stacking or not head.params.batch_invariant):
-            works = self._stack(head)
+            works = self._stack(head, fits)
             stacked = len(works) > 1
         else:
-            works = self._group(head)
+            works = self._group(head, fits)
             stacked = False
         for work in works:
             self.discard(work)
@@ -206,7 +215,11 @@ class Queue:
         """The work that goes next; it decides where its batch runs."""
         return next(iter(self), None)
 
-    def _stack(self, head: Work) -> list[Work]:
+    def first(self, fits: Callable[[Work], bool]) -> Work | None:
+        """The first that `fits`: some works can run on one device only."""
+        return next(filter(fits, self), None)
+
+    def _stack(self, head: Work, fits: Callable[[Work], bool]) -> list[Work]:
         assert head.stack_key is not None
         if head.retries:
             return [head]
@@ -214,7 +227,7 @@ class Queue:
         for work in self._stacks[head.stack_key].values():
             if len(works) >= self.limits.requests:
                 break
-            if work is head or work.retries or rows + work.rows > self.limits.rows:
+            if work is head or work.retries or rows + work.rows > self.limits.rows or not fits(work):
                 continue
             if (
                 work.priority != head.priority
@@ -226,10 +239,10 @@ class Queue:
             rows += work.rows
         return works
 
-    def _group(self, head: Work) -> list[Work]:
+    def _group(self, head: Work, fits: Callable[[Work], bool]) -> list[Work]:
         works: list[Work] = []
         seconds = 0.0
-        for work in self._levels[head.priority].values():
+        for work in filter(fits, self._levels[head.priority].values()):
             if works and (seconds + work.seconds > self.limits.group_seconds or work.retries or head.retries):
                 break
             if work is not head and work.stack_key is not None:

@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol
 from urllib.parse import parse_qsl
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from service.arena import Slot, Slots
 from service.errors import ServiceError
 from service.formats import Tensor, numbers, safetensors
@@ -23,6 +25,7 @@ from service.messages import Operand, Params
 from service.model import Base64, GemmBody, GemmFields, GemmQuery, Handle, validate, validate_query
 from service.plan import Limits, Plan, given_dtype, plan, unfit
 from service.regions import Region
+from service.store import new_id, tensor_of
 from service.transfer import Scope, Transfer
 
 Form = Literal["json", "safetensors", "npy", "raw"]
@@ -73,6 +76,7 @@ class Store(Protocol):
 
     async def pin(self, owner: str, name: str) -> Pin: ...
     def reclaim(self, nbytes: int) -> object: ...
+    def abandon(self, tensor: str) -> None: ...
 
 
 class Parts(Protocol):
@@ -121,7 +125,10 @@ class Bound:
 
 @dataclass(slots=True)
 class GemmRequest:
-    """One GEMM, ready to be admitted. Whoever has it releases it, the output once the reply has drained."""
+    """One GEMM, ready to be admitted. Whoever has it releases it, the output once the reply has drained.
+
+    `out_id`: the content's id that D becomes under `out_handle`, given already so that a device may keep D by it.
+    """
 
     params: Params
     plan: Plan
@@ -132,6 +139,7 @@ class GemmRequest:
     bias: Bound | None = None
     form: Form = "json"
     out_handle: str | None = None
+    out_id: str = ""
     durable: bool = False
     ttl_seconds: float | None = None
     deadline: float | None = None
@@ -312,6 +320,10 @@ class Operands:
         )
         late = fields.deadline_ms
         assert self.out is not None
+        out_id = ""
+        if out_handle is not None and not fields.durable:
+            out_id = new_id()
+            self._may_stay(tensor_of(self.owner, out_handle, out_id))
         return GemmRequest(
             params=params,
             plan=made,
@@ -322,12 +334,25 @@ class Operands:
             out=self.out,
             form=form,
             out_handle=out_handle,
+            out_id=out_id,
             durable=fields.durable,
             ttl_seconds=fields.ttl_seconds,
             deadline=None if late is None else self.arrived + late / 1000,
             priority=fields.priority,
             held=list(self.bounds.values()),
         )
+
+    def _may_stay(self, tensor: str) -> None:
+        """D may be kept by a device under this name; who lets go of its memory before it is stored forgets it."""
+        assert self.out is not None
+        let_go = self.out.release
+
+        def release() -> None:
+            let_go()
+            self.services.store.abandon(tensor)
+
+        operand = msgspec.structs.replace(self.out.operand, tensor=tensor)
+        self.out = Bound(operand, self.out.slot, release)
 
 
 class _Decoder(Operands):

@@ -57,6 +57,8 @@ async def send(
             (b"x-gemm-shape", emit_shape(tensor.shape).encode()),
             (b"x-gemm-dtype", tensor.dtype.encode()),
         ]
+        if transfer.scope["method"] != "HEAD":
+            await store.contents.bring(hold)
         if form == "json":
             await _send_json(transfer, store, hold, headers)
         else:

@@ -6,6 +6,7 @@ Constructors build; `run` loops: start, ready, ping, end, back off, start again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -30,12 +31,16 @@ from service.messages import (
     Batch,
     BatchDone,
     Drain,
+    Fetch,
     Forget,
+    Hung,
     Map,
+    Operand,
     Ping,
     Pong,
     Ready,
     Report,
+    Settled,
     ToFront,
     ToWorker,
     Unmap,
@@ -44,6 +49,12 @@ from service.place import Residency, stored
 from service.regions import Regions
 
 log = logging.getLogger("gemm.supervisor")
+
+#: What a worker that hangs has to note what is to blame for it.
+LAST_WORDS_SECONDS = 1.0
+
+#: Converting and moving operands on a busy computer; a batch that takes this long for its bytes doesn't hang.
+SLOWEST_BYTES_PER_SECOND = 1e8
 
 #: Share of a GPU's memory that its cache of stored tensors takes, as service.drivers.cuda has it.
 CACHE_SHARE = 0.5
@@ -207,6 +218,10 @@ class Handle:
                 self._reason = "hang"
                 what = f"batch {hung[0].batch.id} outlasted its limit" if hung else "pings are not answered"
                 log.error("worker %d (pid %s) hangs: %s", self.index, self.pid, what)
+                if hung:
+                    self._send(Hung())
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(ended.wait(), LAST_WORDS_SECONDS)
                 return
             self._pinged += 1
             self._send(Ping(self._pinged))
@@ -300,11 +315,33 @@ class Handle:
 
     async def ask(self, what: str, args: dict[str, Any], timeout: float) -> Any:
         """Ask the kernels side; raises ServiceError where it refuses, ends or takes longer than `timeout` s."""
+        return await self._answer(lambda number: Ask(number, what, args), timeout)
+
+    async def fetch(self, operand: Operand) -> None:
+        """Have the worker write what only its device has to its place in the arena.
+
+        Raises ServiceError where it ends instead. Returns when nothing will be written there any more: a worker
+        that doesn't come to it is hung, and killed.
+        """
+        limit = self.times.hang + operand.nbytes / SLOWEST_BYTES_PER_SECOND
+        life = self._process
+        try:
+            await self._answer(lambda number: Fetch(number, operand), limit)
+        except ServiceError as error:
+            if error.code == "no_worker" and life is not None and life.poll() is None:
+                log.error("worker %d (pid %d) hangs: a tensor isn't copied out", self.index, life.pid)
+                self._reason = "hang"
+                life.kill()
+                await asyncio.to_thread(life.wait)
+            raise
+        self._send(Settled((operand.tensor,)))
+
+    async def _answer(self, question: Callable[[int], ToWorker], timeout: float) -> Any:
         self._ask_number += 1
         number = self._ask_number
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._send(Ask(number, what, args))
+        self._send(question(number))
         try:
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:

@@ -10,12 +10,16 @@ from typing import Any
 
 import msgspec
 
+#: Region of an operand that only the device has which computed it; its place in the arena isn't written yet.
+ON_DEVICE = -1
+
 
 class Operand(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in the arena: row-major, little-endian, `nbytes` written from `offset` on.
 
     `tensor` names stored content (name and ETag) that a device cache may keep; "" for what passes through once.
-    `region` is 0 for the arena, else the number of a client's memory (see Map).
+    D with a name may stay on the device (see ItemDone.kept). `region` is 0 for the arena, ON_DEVICE, else the
+    number of a client's memory (see Map).
     """
 
     offset: int
@@ -86,6 +90,19 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     tensors: tuple[str, ...]
 
 
+class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+    """Write a tensor that only the device has to its place in the arena. Answered by Answer with this id."""
+
+    id: int
+    operand: Operand
+
+
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """These are in the arena now: a device cache may drop them. No later batch says that only the device has them."""
+
+    tensors: tuple[str, ...]
+
+
 class Map(msgspec.Struct, frozen=True, tag="map"):
     """A client's memory that operands will name by number: `nbytes` of a sealed memfd, or of device memory.
 
@@ -104,6 +121,10 @@ class Unmap(msgspec.Struct, frozen=True, tag="unmap"):
     region: int
 
 
+class Hung(msgspec.Struct, frozen=True, tag="hung"):
+    """The batch that runs outlasted its limit: note what is to blame for it, and end. Whoever doesn't is killed."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish what was sent, then leave with exit status 0."""
 
@@ -118,7 +139,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class ItemDone(msgspec.Struct, frozen=True, array_like=True):
-    """How one item ended. `code` is "" where D was written, else a code of service.errors with its detail."""
+    """How one item ended. `code` is "" where D was computed, else a code of service.errors with its detail.
+
+    `kept`: D stays in the device's memory, under its tensor's name, until it is fetched and settled, or forgotten.
+    """
 
     id: int
     code: str = ""
@@ -126,6 +150,7 @@ class ItemDone(msgspec.Struct, frozen=True, array_like=True):
     variant: str = ""
     reason: str = ""
     why: str = ""
+    kept: bool = False
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag="batch_done"):
@@ -164,5 +189,5 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     sm_clock_mhz: float | None = None
 
 
-ToWorker = Batch | Ping | Ask | Forget | Map | Unmap | Drain
+ToWorker = Batch | Ping | Ask | Forget | Fetch | Settled | Map | Unmap | Hung | Drain
 ToFront = Ready | BatchDone | Pong | Answer | Report

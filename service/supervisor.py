@@ -12,8 +12,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from service.admit import Bounds, Estimate, Rates, admit
@@ -21,16 +22,14 @@ from service.arena import Arena
 from service.batch import Limits, Queue, Work
 from service.errors import ServiceError
 from service.gpus import places
-from service.handle import Flight, Handle, State, Times
+from service.handle import SLOWEST_BYTES_PER_SECOND, Flight, Handle, State, Times
+from service.kept import Kept
 from service.messages import Batch, BatchDone, ItemDone, Ready, Report
 from service.metrics import Metrics
-from service.place import Seat, place
+from service.place import Seat, Why, place, stored
 from service.regions import Regions
 
 log = logging.getLogger("gemm.supervisor")
-
-#: Converting and moving operands on a busy computer; a batch that takes this long for its bytes doesn't hang.
-SLOWEST_BYTES_PER_SECOND = 1e8
 
 #: What the link may take at worst while both sides run.
 LINK_SECONDS = 0.002
@@ -100,6 +99,7 @@ class Supervisor:
         self._rates = Rates()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.kept = Kept(lambda worker, operand: self.handles[worker].fetch(operand))
         self.handles = [
             Handle(
                 index,
@@ -161,6 +161,7 @@ class Supervisor:
         for work in list(self.queue):
             self.queue.discard(work)
             self._fail(work, ServiceError("draining", "the service shut down before this was done"))
+        await self.kept.bring_all(grace)
         for handle in self.handles:
             handle.drain()
         runs = self._tasks[: len(self.handles)]
@@ -187,9 +188,17 @@ class Supervisor:
         Cancelling drops the work while it is queued; once a worker has it, it is finished and forgotten.
         Raises ServiceError (queue_full, deadline, draining, no_worker, unsupported, no_room, …).
         """
+        if len(self.kept.homes(stored(work))) > 1:
+            try:
+                await self.kept.gather(stored(work))
+            except BaseException:
+                work.release()
+                raise
         now = time.monotonic()
         try:
             self._check_open()
+            if lost := self.kept.refusal(stored(work)):
+                raise lost
             admit(work, self.queue, self.options.bounds, now)
             if work.flops_per_second is not None:
                 self._rates.spend(work.owner, work.flops, work.flops_per_second, now)
@@ -229,22 +238,36 @@ class Supervisor:
             self._timer = None
         while self.queue.depth:
             open_ones = [h for h in self._ready() if self._has_room(h)]
-            head = self.queue.head
-            if not open_ones or head is None:
+            if not open_ones:
+                return
+            head = self.queue.first(partial(self._fits, open_ones))
+            if head is None:
                 return
             now = time.monotonic()
             wait = self.queue.wait(now)
             if wait > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait, self._dispatch)
                 return
-            seats = [Seat(h.index, h.queued_seconds, h.residency) for h in open_ones]
-            index, why = place(head, seats)
-            handle = self.handles[index]
+            handle, why = self._seat(head, open_ones)
             assert handle.ready is not None
-            self.metrics.placed(index, why)
-            taken = self.queue.take(stacking=handle.ready.stacking)
+            self.metrics.placed(handle.index, why)
+            fits = partial(self._fits, [handle])
+            taken = self.queue.take(head, stacking=handle.ready.stacking, fits=fits)
             if taken is not None:
                 self._launch(handle, taken.works, stacked=taken.stacked, now=now)
+
+    def _fits(self, handles: Sequence[Handle], work: Work) -> bool:
+        """Whether one of the workers has what only a device has of the work's operands."""
+        homes = self.kept.homes(stored(work))
+        return not homes or any(homes == {handle.index} for handle in handles)
+
+    def _seat(self, work: Work, open_ones: list[Handle]) -> tuple[Handle, Why]:
+        """Where it runs: where its operands are, if they are nowhere else, or at the cheapest place."""
+        homes = self.kept.homes(stored(work))
+        if homes:
+            return self.handles[homes.pop()], Why.RESIDENT
+        index, why = place(work, [Seat(h.index, h.queued_seconds, h.residency) for h in open_ones])
+        return self.handles[index], why
 
     def _has_room(self, handle: Handle) -> bool:
         """Whether a batch sent now would do any good.
@@ -259,7 +282,7 @@ class Supervisor:
     def _launch(self, handle: Handle, works: tuple[Work, ...], *, stacked: bool, now: float) -> None:
         batch = Batch(
             next(self._batches),
-            tuple(work.item() for work in works),
+            tuple(self.kept.placed(work.item()) for work in works),
             stacked,
             any(work.retries for work in works),
         )
@@ -302,10 +325,22 @@ class Supervisor:
         if done.flops:
             self.estimate.learn(sum(done.flops.values()), sum(w.nbytes for w in flight.works), stages)
         for work, item in zip(flight.works, done.items, strict=True):
+            if item.kept:
+                self._keep(handle, work)
             self._settle(work, item, stages, len(flight.works))
         for watcher in self.watchers:
             watcher(flight.works, done)
         self._dispatch()
+
+    def _keep(self, handle: Handle, work: Work) -> None:
+        """D stays on the worker's device; if nobody waits for it any more, it may go."""
+        waiting = self._waiting.get(work.id)
+        if waiting is None or waiting.future.done():
+            self.forget(work.out.tensor)
+            return
+        self.kept.note(handle.index, work.out)
+        if handle.residency is not None:
+            handle.residency.note(work.out)
 
     def _settle(self, work: Work, item: ItemDone, seconds: float, batched: int) -> None:
         if item.code:
@@ -322,10 +357,17 @@ class Supervisor:
     def _on_end(self, handle: Handle, reason: str, flights: list[Flight]) -> None:
         if not self.draining:
             self.metrics.restarts.labels(reason).inc()
+        self.kept.ended(handle.index)
         works = [work for flight in flights for work in flight.works]
+        for work in list(self.queue):
+            if lost := self.kept.refusal(stored(work)):
+                self.queue.discard(work)
+                self._fail(work, lost)
         for work in reversed(works):
             if work.id not in self._waiting:
                 self._finish(work)
+            elif lost := self.kept.refusal(stored(work)):
+                self._fail(work, lost)
             elif work.retries < RETRIES:
                 work.retries += 1
                 self.queue.put(work, first=True)
@@ -363,6 +405,7 @@ class Supervisor:
 
     def forget(self, *tensors: str) -> None:
         """Stored content is gone or replaced: device caches drop it."""
+        self.kept.forget(tensors)
         for handle in self.handles:
             handle.forget(tensors)
 

@@ -29,7 +29,21 @@ from service.drivers.base import CannotStart, Driver
 from service.handle import EXIT_CANNOT_START, EXIT_NEEDS_PERSON
 from service.link import WorkerLink, receive_descriptor
 from service.memory import Memory
-from service.messages import Answer, Ask, Batch, Drain, Forget, Map, Ping, Pong, Ready, Unmap
+from service.messages import (
+    Answer,
+    Ask,
+    Batch,
+    Drain,
+    Fetch,
+    Forget,
+    Hung,
+    Map,
+    Ping,
+    Pong,
+    Ready,
+    Settled,
+    Unmap,
+)
 from service.version import version
 
 log = logging.getLogger("gemm.worker")
@@ -92,7 +106,7 @@ class Worker:
         self._link = link
         self._driver = driver
         self._descriptors = descriptors
-        self._inbox: queue.SimpleQueue[Batch | Forget | Map | Unmap | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Batch | Forget | Settled | Map | Unmap | None] = queue.SimpleQueue()
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
 
     def run(self) -> int:
@@ -108,6 +122,8 @@ class Worker:
                     self._driver.submit(message, self._link.send)
                 case Forget():
                     self._driver.forget(message.tensors)
+                case Settled():
+                    self._driver.settled(message.tensors)
                 case Map():
                     self._map(message)
                 case Unmap():
@@ -134,12 +150,22 @@ class Worker:
                 match message:
                     case Ping():
                         self._link.send(Pong(message.number))
-                    case Batch() | Forget() | Map() | Unmap():
+                    case Batch() | Forget() | Settled() | Map() | Unmap():
                         self._inbox.put(message)
+                    case Fetch():
+                        self._fetch(message)
                     case Ask():
                         self._asks.put(message)
+                    case Hung():
+                        self._driver.hung()
                     case Drain():
                         self._inbox.put(None)
+
+    def _fetch(self, message: Fetch) -> None:
+        def fetched(lost: str) -> None:
+            self._link.send(Answer(message.id, code="lost" if lost else "", detail=lost))
+
+        self._driver.fetch(message.operand, fetched)
 
     def _answer(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kernels.device import Device
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem
-from service.messages import Batch, BatchDone, Item, ItemDone, Map, Report
+from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
 
 
 class CannotStart(Exception):
@@ -20,7 +20,7 @@ class CannotStart(Exception):
 
 
 class Driver(Protocol):
-    """One device. Methods are called from the worker's main thread, `ask` from another."""
+    """One device. Methods are called from the worker's main thread, `ask`, `fetch` and `hung` from others."""
 
     device: Device
 
@@ -46,6 +46,24 @@ class Driver(Protocol):
 
     def forget(self, tensors: Sequence[str]) -> None:
         """Drop what caches keep of these tensors."""
+        ...
+
+    def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
+        """Begin to write a tensor that only the device has to its place in the arena.
+
+        `fetched`, on any thread, is told "" once it is there, or why it can't be.
+        """
+        ...
+
+    def settled(self, tensors: Sequence[str]) -> None:
+        """The arena has these now."""
+        ...
+
+    def hung(self) -> None:
+        """The oldest batch outlasted its limit: quarantine what it runs, and end the process.
+
+        Returns where there is nothing to note; the process is killed then.
+        """
         ...
 
     def map(self, message: Map, descriptor: int) -> None:

@@ -120,6 +120,16 @@ class CpuDriver:
         """Drop converted forms of these tensors."""
         self._kept.forget(tensors)
 
+    def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
+        """Results are written to the arena: there is nothing that only this device has."""
+        fetched("a CPU keeps no results")
+
+    def settled(self, tensors: Sequence[str]) -> None:
+        """Nothing was kept."""
+
+    def hung(self) -> None:
+        """The libraries of a CPU are not on trial."""
+
     def close(self) -> None:
         """Nothing is under way: `submit` returns when it is done."""
 

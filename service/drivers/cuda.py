@@ -2,7 +2,8 @@
 
 Three lanes, a stream each (copy in, compute, copy out), so that one batch computes while the next arrives and
 the last leaves. `submit` only queues; a thread of its own waits for each batch's end and tells. Stored tensors
-stay in device memory within a byte budget, least recently used first out.
+stay in device memory within a byte budget, least recently used first out. D that is to be stored stays there too,
+and is copied out when the front fetches it, on a stream that no reply waits for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import queue
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,10 +26,11 @@ from service.drivers.base import CannotStart, late, problem_asked, problem_of
 from service.drivers.cuda_regions import CudaRegions
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
 from service.drivers.lent import Lent
+from service.drivers.resident import Cache
 from service.drivers.tiles import tiles
 from service.handle import CACHE_SHARE
 from service.memory import Memory, operands_of, unmapped
-from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
+from service.messages import ON_DEVICE, Batch, BatchDone, Item, ItemDone, Map, Operand, Report
 
 log = logging.getLogger("gemm.worker")
 
@@ -51,50 +53,15 @@ class _Run:
 
 @dataclass(slots=True)
 class _Flight:
-    """A batch in the lanes. `held` keeps device memory until the last copy is done."""
+    """A batch in the lanes. `held` keeps device memory until the last copy is done; `kept` are items whose D stays."""
 
     batch: Batch
     done: Callable[[BatchDone], None]
     ended: dict[int, ItemDone] = field(default_factory=dict)
     runs: list[_Run] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
     marks: dict[str, Any] = field(default_factory=dict)
-
-
-class Cache:
-    """Stored tensors in device memory by content, within `budget` bytes."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.nbytes = 0
-        self._kept: OrderedDict[str, Any] = OrderedDict()
-
-    def get(self, tensor: str) -> Any | None:
-        """The device tensor, or None."""
-        kept = self._kept.get(tensor)
-        if kept is not None:
-            self._kept.move_to_end(tensor)
-        return kept
-
-    def put(self, tensor: str, value: Any) -> None:
-        """Keep `value`; what was used longest ago goes."""
-        if value.nbytes > self.budget or tensor in self._kept:
-            return
-        self._kept[tensor] = value
-        self.nbytes += value.nbytes
-        self.shrink(self.budget)
-
-    def shrink(self, nbytes: int) -> None:
-        """Drop tensors until at most `nbytes` are kept."""
-        while self.nbytes > nbytes:
-            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
-
-    def forget(self, tensors: Sequence[str]) -> None:
-        """Drop these."""
-        for tensor in tensors:
-            gone = self._kept.pop(tensor, None)
-            if gone is not None:
-                self.nbytes -= gone.nbytes
 
 
 class CudaDriver:
@@ -113,6 +80,9 @@ class CudaDriver:
         self._outcomes: dict[str, probe.Outcome] = {}
         self._reading = Reading(None, detail="not read yet")
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        #: Batches that have not ended, oldest first.
+        self._open_flights: deque[_Flight] = deque()
+        self._fetches: queue.SimpleQueue[tuple[Operand, Callable[[str], None]] | None] = queue.SimpleQueue()
         self._room = threading.BoundedSemaphore(LANES)
         self._lock = threading.Lock()
         self._regions: CudaRegions | None = None
@@ -135,8 +105,7 @@ class CudaDriver:
         except (RuntimeError, AssertionError) as error:
             raise CannotStart(f"GPU {self._index} can't be used: {error}", needs_person=True) from None
         self._verify_reference()
-        self._waiter = threading.Thread(target=self._wait, name="copy_out", daemon=True)
-        self._waiter.start()
+        self._begin()
         self._admit_variants()
         self._probe = TensorProbe(self.device.uuid)
         self._probe.start(self._read)
@@ -146,7 +115,7 @@ class CudaDriver:
         self._runtime = runtime(self._index)
         self.device = self._runtime.device
         self._place = torch.device("cuda", self._index)
-        self._in, self._compute, self._out = (torch.cuda.Stream(self._place) for _ in range(3))
+        self._in, self._compute, self._out, self._back = (torch.cuda.Stream(self._place) for _ in range(4))
         self._lent = Lent(torch, self._index)
         self._lent.add_host(0, self._memory.arena.memory)
         free, _ = torch.cuda.mem_get_info(self._place)
@@ -157,6 +126,14 @@ class CudaDriver:
             "fp32": torch.float32,
             "fp64": torch.float64,
         }
+
+    def _begin(self) -> None:
+        self._threads = [
+            threading.Thread(target=self._wait, name="copy_out", daemon=True),
+            threading.Thread(target=self._write_back, name="write_back", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _verify_reference(self) -> None:
         torch = self._torch
@@ -199,6 +176,7 @@ class CudaDriver:
         quarantined = {name: self._kind(name, because) for name, because in self._runtime.barred.items()}
         gauges = {
             "device_cache_bytes": float(self._cache.nbytes),
+            "device_only_bytes": float(self._cache.sole_nbytes),
             "device_memory_bytes": float(torch.cuda.memory_reserved(self._place)),
         }
         reading = self._reading
@@ -211,9 +189,11 @@ class CudaDriver:
         return "untested" if because == probe.WAITING else "wrong"
 
     def close(self) -> None:
-        """Finish the batches in the lanes."""
+        """Finish the batches in the lanes, and what is being fetched."""
         self._flights.put(None)
-        self._waiter.join()
+        self._fetches.put(None)
+        for thread in self._threads:
+            thread.join()
         self._probe.stop()
         if self._regions is not None:
             self._regions.close()
@@ -233,8 +213,12 @@ class CudaDriver:
         self._memory.unmap(region)
 
     def _missing(self, item: Item) -> ItemDone | None:
-        known = self._lent.data
-        return None if all(operand.region in known for operand in operands_of(item)) else unmapped(item)
+        return None if all(self._known(operand) for operand in operands_of(item)) else unmapped(item)
+
+    def _known(self, operand: Operand) -> bool:
+        if operand.region == ON_DEVICE:
+            return operand.tensor in self._cache
+        return operand.region in self._lent.data
 
     # -- batches ----------------------------------------------------------------------------------------------
 
@@ -242,6 +226,7 @@ class CudaDriver:
         """Queue a batch on the lanes; blocks while they hold LANES of them."""
         self._room.acquire()
         flight = _Flight(batch, done)
+        self._open_flights.append(flight)
         try:
             with self._lock:
                 self._queue(flight)
@@ -267,10 +252,13 @@ class CudaDriver:
             if operands is not None and self._guard(flight, items, self._run, operands):
                 ran.append((items, operands.d))
         self._mark(flight, "computed", self._compute)
-        self._out.wait_event(flight.marks["computed"])
-        for items, d in ran:
-            self._copy_out(items, d)
-        self._mark(flight, "left", self._out)
+        flight.marks["left"] = flight.marks["computed"]
+        leaving = [(items, d) for items, d in ran if not self._keep(flight, items, d)]
+        if leaving:
+            self._out.wait_event(flight.marks["computed"])
+            for items, d in leaving:
+                self._copy_out(items, d)
+            self._mark(flight, "left", self._out)
 
     def _mark(self, flight: _Flight, name: str, stream: Any) -> None:
         event = flight.marks[name] = self._torch.cuda.Event(enable_timing=True)
@@ -312,7 +300,9 @@ class CudaDriver:
                 )
                 at = 0
                 for item in items:
-                    a[at : at + item.a.shape[0]].copy_(self._here(item.a), non_blocking=True)
+                    kept = self._cache.get(item.a.tensor) if item.a.tensor else None
+                    source = self._here(item.a) if kept is None else kept
+                    a[at : at + item.a.shape[0]].copy_(source, non_blocking=True)
                     at += item.a.shape[0]
             b = self._arrive(first.b)
             c = None if first.c is None else self._arrive(first.c)
@@ -354,12 +344,23 @@ class CudaDriver:
         flight.runs.append(_Run(items, choice, problem.flops, begun, ended))
         return True
 
+    def _keep(self, flight: _Flight, items: Sequence[Item], d: Any) -> bool:
+        """Whether D is where it belongs already: in a client's device memory, or here, as it is to be stored."""
+        first = items[0].out
+        if len(items) > 1:
+            return False
+        if self._lent.on_device(first.region):
+            return True
+        if not first.tensor or not self._cache.takes(first.nbytes):
+            return False
+        self._cache.keep(first.tensor, d.view(first.shape))
+        flight.kept.add(items[0].id)
+        return True
+
     def _copy_out(self, items: Sequence[Item], d: Any) -> None:
         """D into the slots, rows of a stack each to its own."""
         with self._torch.cuda.stream(self._out):
             if len(items) == 1:
-                if self._lent.on_device(items[0].out.region):
-                    return  # D was written where it belongs
                 self._here(items[0].out).copy_(d.view(items[0].out.shape), non_blocking=True)
                 return
             at = 0
@@ -399,6 +400,7 @@ class CudaDriver:
             except Exception as error:
                 self._fault(error, flight)
             flight.held.clear()
+            self._open_flights.popleft()
             self._room.release()
             flight.done(done)
 
@@ -412,8 +414,9 @@ class CudaDriver:
             flops[variant] = flops.get(variant, 0.0) + run.flops
             busy[variant] = busy.get(variant, 0.0) + run.begun.elapsed_time(run.ended) / 1e3
             for item in run.items:
+                reason, kept = str(run.choice.reason), item.id in flight.kept
                 flight.ended.setdefault(
-                    item.id, ItemDone(item.id, "", "", variant, str(run.choice.reason), run.choice.why)
+                    item.id, ItemDone(item.id, "", "", variant, reason, run.choice.why, kept)
                 )
         seconds = {
             "copy_in": marks["begun"].elapsed_time(marks["arrived"]) / 1e3,
@@ -423,12 +426,46 @@ class CudaDriver:
         items = tuple(flight.ended[item.id] for item in flight.batch.items)
         return BatchDone(flight.batch.id, items, seconds, flops, busy)
 
-    def _fault(self, error: Exception, flight: _Flight) -> None:
+    def _write_back(self) -> None:
+        """Copy to the arena what the front fetches, one tensor after the other, beside the batches."""
+        torch = self._torch
+        while True:
+            wanted = self._fetches.get()
+            if wanted is None:
+                return
+            operand, fetched = wanted
+            with self._lock:
+                kept = self._cache.get(operand.tensor)
+            if kept is None:
+                fetched("the device doesn't have it")
+                continue
+            try:
+                with torch.cuda.stream(self._back):
+                    self._here(operand).copy_(kept, non_blocking=True)
+                self._back.synchronize()
+            except RuntimeError as error:
+                self._fault(error, None)
+            fetched("")
+
+    def _fault(self, error: Exception, flight: _Flight | None) -> None:
         """A device error poisons the context: note who is suspect, and leave; the supervisor starts another."""
-        suspects = {run.choice.variant for run in flight.runs} - {cublas.NAME}
+        suspects = (
+            {run.choice.variant for run in flight.runs} - {cublas.NAME} if flight is not None else set()
+        )
         log.critical("device error: %s (variants in flight: %s)", error, sorted(suspects) or "reference only")
         for name in suspects:
             probe.condemn(self._runtime, name, f"{type(error).__name__}: {error}"[:500])
+        os._exit(EXIT_DEVICE_FAULT)
+
+    def hung(self) -> None:
+        """Quarantine the variant of the first launch of the oldest batch that has not ended, and leave."""
+        runs = self._open_flights[0].runs if self._open_flights else []
+        suspect = next((run.choice.variant for run in runs if not run.ended.query()), cublas.NAME)
+        log.critical("a batch outlasted its limit (variant: %s)", suspect)
+        if suspect != cublas.NAME:
+            probe.condemn(
+                self._runtime, suspect, "a batch with it outlasted its limit", ended=probe.Ended.HANG
+            )
         os._exit(EXIT_DEVICE_FAULT)
 
     # -- questions --------------------------------------------------------------------------------------------
@@ -465,6 +502,15 @@ class CudaDriver:
         """Drop these from device memory."""
         with self._lock:
             self._cache.forget(tensors)
+
+    def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
+        """Queue a copy to the arena."""
+        self._fetches.put((operand, fetched))
+
+    def settled(self, tensors: Sequence[str]) -> None:
+        """The arena has these too: they may be dropped."""
+        with self._lock:
+            self._cache.settled(tensors)
 
 
 def _nothing() -> None:

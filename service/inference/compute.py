@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from service.arena import Slot
 from service.batch import Work
 from service.decode import GemmRequest
 from service.errors import ServiceError
 from service.inference.regions import Use
 from service.inference.request import Inference
 from service.keys import Principal
-from service.routes.gemm import work_of
+from service.routes.gemm import keep, work_of
 from service.services import Services
 from service.supervisor import Outcome
 
@@ -39,7 +38,8 @@ async def compute(
             await target.write(request.out)
             return outcome, {}
         if request.out_handle is not None:
-            return outcome, await _keep(services, request, request.out_handle, principal)
+            entry = await keep(services, request, principal)
+            return outcome, {"handle": entry.name, "etag": entry.etag, "durable": entry.durable}
         return outcome, None
 
 
@@ -57,21 +57,3 @@ def _region(
             field="shared_memory_byte_size",
         )
     return services.inference.regions.use(principal.owner, place)
-
-
-async def _keep(services: Services, request: GemmRequest, name: str, principal: Principal) -> dict[str, Any]:
-    """Store D under the handle that the request named."""
-    slot, out = request.out.slot, request.out.operand
-    assert isinstance(slot, Slot)
-    entry = await services.store.put(
-        principal.owner,
-        name,
-        slot,
-        out.nbytes,
-        out.dtype,
-        out.shape,
-        durable=request.durable,
-        ttl=request.ttl_seconds,
-        share=principal.quota.store_bytes,
-    )
-    return {"handle": entry.name, "etag": entry.etag, "durable": entry.durable}

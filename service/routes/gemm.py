@@ -121,6 +121,7 @@ async def keep(services: Services, request: GemmRequest, principal: Principal) -
         durable=request.durable,
         ttl=request.ttl_seconds,
         share=principal.quota.store_bytes,
+        id_=request.out_id,
     )
 
 

@@ -18,6 +18,11 @@ from service.store.memory import Resident
 Data = Slot | bytes | bytearray | memoryview
 
 
+def tensor_of(owner: str, name: str, etag: str) -> str:
+    """The name that a device cache may keep a content under."""
+    return f"{owner}/{name}@{etag}"
+
+
 class Content:
     """A tensor that never changes. `needs` counts names, keepers and holds; at zero it goes, file and memory.
 
@@ -36,7 +41,7 @@ class Content:
     @property
     def tensor(self) -> str:
         """The name that a device cache may keep it under."""
-        return f"{self.row.owner}/{self.row.name}@{self.row.etag}"
+        return tensor_of(self.row.owner, self.row.name, self.row.etag)
 
     @property
     def data_start(self) -> int:

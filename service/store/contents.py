@@ -12,10 +12,12 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Protocol
 
 from service.arena import Slots
 from service.errors import ServiceError
 from service.folder import refusing
+from service.kept import Kept, Owner
 from service.session import Transactions
 from service.store import files, index
 from service.store.content import Content, Hold, Pin, Source
@@ -30,6 +32,21 @@ logger = logging.getLogger(__name__)
 WRITE_BACK_SECONDS = 0.25
 #: Results that are written at once.
 WRITERS = 2
+
+
+def new_id() -> str:
+    """An id for a content, unlike any other."""
+    return secrets.token_hex(16)
+
+
+class Devices(Protocol):
+    """Which tensors only a device has: service.kept.Kept."""
+
+    owner: Owner
+
+    def away(self, tensor: str) -> bool: ...
+    def lost(self, tensor: str) -> bool: ...
+    async def bring(self, tensor: str) -> None: ...
 
 
 class Contents:
@@ -57,11 +74,17 @@ class Contents:
         self._hurry = asyncio.Event()
         self._writers = asyncio.Semaphore(WRITERS)
         self._forget = forget
+        self._devices: Devices = Kept()
         self._contents: dict[str, Content] = {}
         self._unwritten: dict[str, Content] = {}
 
     def __len__(self) -> int:
         return len(self._contents)
+
+    def attach(self, devices: Devices) -> None:
+        """Results may stay on devices."""
+        self._devices = devices
+        devices.owner = self
 
     # Who needs what
 
@@ -131,16 +154,25 @@ class Contents:
 
     # Reading
 
+    async def bring(self, hold: Hold) -> None:
+        """Have a held content's bytes here, if only a device has them. ServiceError lost."""
+        await self._devices.bring(hold.content.tensor)
+
     async def load(self, hold: Hold) -> Pin:
-        """Bring a held content into the arena and keep it there. ServiceError lost, no_room."""
+        """Give a held content a place in the arena and keep it there. ServiceError lost, no_room.
+
+        For products: the bytes are there too, unless only a device has them (see `bring`).
+        """
         content = hold.content
-        while (resident := self.memory.get(content.row.id)) is None:
+        while True:
             if content.lost:
                 raise lost(content)
+            resident = self.memory.get(content.row.id)
+            if resident is not None:
+                return Pin(self.hold(content), resident)
             if content.loading is None:
                 content.loading = self.effects.spawn(self._load(content, self.hold(content)))
             await asyncio.shield(content.loading)
-        return Pin(self.hold(content), resident)
 
     async def _load(self, content: Content, hold: Hold) -> None:
         row = content.row
@@ -160,6 +192,7 @@ class Contents:
     async def read(self, hold: Hold, start: int, nbytes: int) -> bytearray:
         """A piece of a held content, without a place in the arena for the whole."""
         data = bytearray(nbytes)
+        await self.bring(hold)
         resident = self.memory.peek(hold.content.row.id)
         if resident is not None:
             data[:] = resident.slot.view(hold.content.row.nbytes)[start : start + nbytes]
@@ -170,7 +203,7 @@ class Contents:
         return data
 
     def resident(self, hold: Hold) -> Pin | None:
-        """A pin on a held content if it is in the arena already."""
+        """A pin on a held content if it has a place in the arena already."""
         resident = self.memory.get(hold.content.row.id)
         return None if resident is None else Pin(self.hold(hold.content), resident)
 
@@ -184,11 +217,13 @@ class Contents:
 
     # Writing
 
-    def reserve(self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Hold:
+    def reserve(
+        self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], *, id_: str = ""
+    ) -> Hold:
         """A new content, its room on disk taken, its bytes to come. no_room, read_only."""
         if nbytes != files.extent(dtype, shape):
             raise ValueError(f"{nbytes} bytes given for {dtype} of shape {shape}")
-        id_ = secrets.token_hex(16)
+        id_ = id_ or new_id()
         content = Content(ContentRow(id_, owner, name, "", dtype, shape, nbytes, whole=False))
         self.check_room(content.disk_bytes)
         self._charge(content, content.disk_bytes)
@@ -210,6 +245,32 @@ class Contents:
             slot.view(source.nbytes)[:] = source.view
             self.memory.add(row.id, slot, Backing.WRITING)
         self._unwritten[row.id] = content
+        if self._devices.lost(content.tensor):
+            self.lose_copy(content.tensor)
+
+    # What only a device has: service.kept.Owner
+
+    def hold_copy(self, tensor: str) -> Callable[[], None] | None:
+        """Keep its place in the arena."""
+        content = self._contents.get(tensor.rpartition("@")[2])
+        return None if content is None or content.lost else self.hold(content).release
+
+    def lose_copy(self, tensor: str) -> None:
+        """Its place in the arena holds nothing, and nothing will be written there."""
+        content = self._contents.get(tensor.rpartition("@")[2])
+        if content is None or content.lost:
+            return
+        logger.warning("the tensor %r was lost with the worker that computed it", content.row.name)
+        self._unwritten.pop(content.row.id, None)
+        self._lose(content)
+        resident = self.memory.peek(content.row.id)
+        if resident is not None:
+            resident.backing = Backing.WRITTEN  # so that it may be evicted
+
+    def abandon(self, tensor: str) -> None:
+        """D's memory is let go: if it didn't become a content, no device need keep it."""
+        if tensor.rpartition("@")[2] not in self._contents and self._devices.away(tensor):
+            self._forget(tensor)
 
     async def write_back(self, content: Content) -> None:
         """Write what is in the arena alone, once for all who ask. What the disk refuses is tried again."""
@@ -249,14 +310,16 @@ class Contents:
         assert resident is not None, "an only copy was evicted"
         resident.backing = Backing.WRITING
         try:
+            await self._devices.bring(content.tensor)
             if not content.row.whole:
                 await self._write_file(content, resident.slot.view(content.row.nbytes))
             await self.database.write(lambda db: index.written(db, content.row.id))
             resident.backing = Backing.WRITTEN
             self._unwritten.pop(content.row.id, None)
         except ServiceError as error:
-            logger.warning("a tensor couldn't be written yet: %s", error.detail)
-            resident.backing = Backing.REFUSED
+            if not content.lost:
+                logger.warning("a tensor couldn't be written yet: %s", error.detail)
+                resident.backing = Backing.REFUSED
             raise
         finally:
             content.writing = None

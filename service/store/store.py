@@ -159,12 +159,16 @@ class TensorStore(ABC):
         return self.contents.hold((await self._found(owner, name)).content)
 
     async def pin(self, owner: str, name: str) -> Pin:
-        """Bring what the name means now into the arena and keep it there. not_found, lost, no_room."""
+        """Give what the name means now a place in the arena, for products. not_found, lost, no_room."""
         hold = await self.hold(owner, name)
         try:
             return await self.contents.load(hold)
         finally:
             hold.release()
+
+    def abandon(self, tensor: str) -> None:
+        """D's memory is let go, stored or not."""
+        self.contents.abandon(tensor)
 
     async def _etag(self, owner: str, name: str) -> str | None:
         named = await self.find(owner, name)
@@ -194,20 +198,21 @@ class TensorStore(ABC):
         ttl: float | None = None,
         conditions: Conditions = UNCONDITIONAL,
         share: int | None = None,
+        id_: str = "",
     ) -> Entry:
         """Store `nbytes` from `start` of `source` on under `name`; with `durable` once all is synced.
 
         Without, the entry says durable=False, the file follows, and until then the tensor is in the arena
-        alone. A slot stays the caller's to release; the store may keep it, as memory of state "tensor". The
-        work goes on if the caller is cancelled. `share` bounds the bytes that the owner keeps. Refused:
-        invalid, precondition_failed, quota, no_room, read_only.
+        alone, or on a device that kept it under `id_` (see `tensor_of`). A slot stays the caller's to release;
+        the store may keep it, as memory of state "tensor". The work goes on if the caller is cancelled. `share`
+        bounds the bytes that the owner keeps. Refused: invalid, precondition_failed, quota, no_room, read_only.
         """
         if not valid(name):
             raise ServiceError("invalid", f"{name!r} can't be a tensor's name", field="name")
         with audit.refusals("store", owner, name, nbytes):
             await self.check(owner, name, conditions)
             self.contents.check_share(owner, nbytes, share)
-            hold = self.contents.reserve(owner, name, nbytes, dtype, shape)
+            hold = self.contents.reserve(owner, name, nbytes, dtype, shape, id_=id_)
             put = self._put_durable if durable else self._put_soon
             return await self.effects.to_the_end(
                 put(Binding(name, hold, ttl), Source(source, start, nbytes), conditions)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from service.arena import Arena, Slots
+from service.kept import Kept
 from service.store import LocalStore, TensorStore
 
 MIB = 1 << 20
@@ -44,13 +45,19 @@ class Settings:
 
 @contextlib.asynccontextmanager
 async def open_store(
-    settings: Settings, *, clock: Clock | None = None, forgotten: list[str] | None = None
+    settings: Settings,
+    *,
+    clock: Clock | None = None,
+    forgotten: list[str] | None = None,
+    kept: Kept | None = None,
 ) -> AsyncIterator[LocalStore]:
     """A started store over an arena of its own; the arena must be free of requests and replies at the end."""
     arena = Arena.create(settings.arena_bytes)
     slots = Slots(arena)
     told = forgotten if forgotten is not None else []
     store = LocalStore(settings, slots, lambda *tensors: told.extend(tensors), clock=clock or Clock())
+    if kept is not None:
+        store.contents.attach(kept)
     await store.start()
     try:
         yield store

@@ -140,3 +140,25 @@ def test_the_message_holds_what_the_worker_needs() -> None:
     for field in dataclasses.fields(Work):
         if hasattr(item, field.name):
             assert getattr(item, field.name) == getattr(one, field.name), field.name
+
+
+def test_works_that_do_not_fit_a_device_are_left_for_another() -> None:
+    queue = Queue(Limits())
+    elsewhere, here, mate = (work(b="w@1") for _ in range(3))
+    plain, stuck = work(), work()
+    for each in (elsewhere, here, mate, plain, stuck):
+        queue.put(each)
+
+    def fits(each: Work) -> bool:
+        return each not in (elsewhere, stuck)
+
+    head = queue.first(fits)
+    assert head is here
+    taken = queue.take(head, fits=fits)
+    assert taken is not None
+    assert taken.works == (here, mate)
+    taken = queue.take(fits=fits)
+    assert taken is not None
+    assert taken.works == (plain,)
+    assert queue.take(fits=fits) is None
+    assert list(queue) == [elsewhere, stuck]

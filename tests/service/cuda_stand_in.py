@@ -1,0 +1,159 @@
+"""A GPU made of CPU memory: the real CudaDriver over what it asks of torch.cuda and of the kernels' runtime.
+
+`folder` makes a folder for PYTHONPATH whose sitecustomize gives workers that are started with `--device cuda` this
+driver. A product whose alpha is HANGS never ends; one whose alpha is DIES takes the worker along.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kernels import cublas, probe
+from kernels.device import describe_cpu
+from kernels.problem import Problem
+from kernels.runtime import Operands
+from kernels.selector import Choice, Reason
+from service.drivers import cuda
+from service.messages import Report
+
+HANGS, DIES = 77.0, 78.0
+#: Bytes of its memory for stored tensors.
+BUDGET = 1 << 20
+#: Its one own variant.
+OWN = "step9-stand-in"
+
+SITE = """
+import sys
+if "service.worker" in sys.orig_argv:
+    from service.drivers import cuda
+    from tests.service.cuda_stand_in import StandIn
+    cuda.CudaDriver = StandIn
+elif "service" in sys.orig_argv:
+    from service.store import contents
+    contents.WRITE_BACK_SECONDS = {write_back}
+"""
+
+
+def folder(tmp: Path, write_back: float = 3.0) -> str:
+    """A folder for PYTHONPATH, and the repository's. Results stay on the device for `write_back` seconds."""
+    (tmp / "sitecustomize.py").write_text(SITE.format(write_back=write_back))
+    return f"{tmp}{os.pathsep}{Path(__file__).resolve().parents[2]}"
+
+
+class Stream:
+    """Work is done when it is queued; after a hang, none is done any more."""
+
+    hung = False
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        if Stream.hung:
+            threading.Event().wait()
+
+
+class Event(Stream):
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+        self.done = False
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+        self.done = not Stream.hung
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        if not self.done:
+            super().synchronize()
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+class Torch:
+    """torch, its device the CPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+        self.cuda = SimpleNamespace(
+            Event=Event,
+            Stream=lambda place: Stream(),
+            stream=lambda stream: nullcontext(),
+            synchronize=lambda place: None,
+            empty_cache=lambda: None,
+            memory_reserved=lambda place: 0,
+            mem_get_info=lambda place: (2 * BUDGET, 2 * BUDGET),
+            cudart=lambda: cudart,
+        )
+
+    def device(self, kind: str, index: int) -> Any:
+        return self._torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+
+class Runtime:
+    """Multiplies, by a variant that is own unless the reference is asked for."""
+
+    def __init__(self) -> None:
+        self.device = replace(describe_cpu(), arch="sm_90a", name="stand-in", memory_bytes=2 * BUDGET)
+        self.build_hash = "none"
+        self.variants = [SimpleNamespace(name=OWN, step=9), SimpleNamespace(name=cublas.NAME, step=0)]
+        self.barred: dict[str, str] = {}
+
+    def bar(self, variant: str, because: str) -> None:
+        self.barred[variant] = because
+
+    def choose(self, problem: Problem, variant: str = "auto") -> Choice:
+        own = variant == "auto" and OWN not in self.barred
+        return Choice(OWN if own else cublas.NAME, Reason.ONLY, "a test", 0.0)
+
+    def run(
+        self, problem: Problem, operands: Operands, variant: str, *, before: Callable[[], object]
+    ) -> Choice:
+        choice = self.choose(problem, variant)
+        before()
+        alpha = problem.epilogue.alpha
+        if choice.variant == OWN and alpha in (HANGS, DIES):
+            if alpha == DIES:
+                os._exit(9)
+            Stream.hung = True
+        operands.d.copy_((operands.a.double() @ operands.b.double()) * alpha)
+        return choice
+
+
+class StandIn(cuda.CudaDriver):
+    """The driver, opened on the CPU's memory."""
+
+    def start(self, report: Callable[[Report], None]) -> None:
+        self._tell = report
+        self._torch = Torch()
+        self._open()
+        self._begin()
+        kept = probe.Kept(probe.default_folder(), self.device.key, self._runtime.build_hash)
+        for outcome in kept.read().values():
+            self._outcomes[outcome.variant] = outcome
+            probe.apply(self._runtime, outcome)
+        self._report()
+
+    def _open(self) -> None:
+        cuda.runtime = lambda index: Runtime()  # type: ignore[assignment,return-value]
+        super()._open()
+
+    def close(self) -> None:
+        self._probe = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
+        super().close()
