@@ -261,8 +261,7 @@ class Contents:
         if content is None or content.lost:
             return
         logger.warning("the tensor %r was lost with the worker that computed it", content.row.name)
-        self._unwritten.pop(content.row.id, None)
-        self._lose(content)
+        self._lose_only_copy(content)
         resident = self.memory.peek(content.row.id)
         if resident is not None:
             resident.backing = Backing.WRITTEN  # so that it may be evicted
@@ -357,8 +356,12 @@ class Contents:
         return True
 
     def _evicted_only_copy(self, id_: str) -> None:
-        self._lose(self._unwritten.pop(id_))
+        self._lose_only_copy(self._unwritten[id_])
         logger.warning("a tensor that the disk refused was evicted, so it is lost")
+
+    def _lose_only_copy(self, content: Content) -> None:
+        self._unwritten.pop(content.row.id, None)
+        self._lose(content)
 
     def _lose(self, content: Content) -> None:
         if not content.lost:

@@ -102,9 +102,11 @@ class SharedContents(Contents):
         self._fresh: set[str] = set()
         self._lost: set[str] = set()
 
-    def reserve(self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Hold:
+    def reserve(
+        self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], *, id_: str = ""
+    ) -> Hold:
         """As ever; the database doesn't know it yet."""
-        hold = super().reserve(owner, name, nbytes, dtype, shape)
+        hold = super().reserve(owner, name, nbytes, dtype, shape, id_=id_)
         self._fresh.add(hold.content.row.id)
         return hold
 
@@ -147,6 +149,7 @@ class SharedContents(Contents):
         self._contents.pop(content.row.id, None)
         self._unwritten.pop(content.row.id, None)
         self.memory.remove(content.row.id)
+        self.abandon(content.tensor)
 
     async def _note(self, id_: str) -> None:
         """The object of a content that came to nothing may go, unless the database took it after all."""
@@ -194,9 +197,9 @@ class SharedContents(Contents):
             else:
                 await asyncio.sleep(UNWRITTEN_POLL)
 
-    def _evicted_only_copy(self, id_: str) -> None:
-        super()._evicted_only_copy(id_)
-        self._lost.add(id_)
+    def _lose_only_copy(self, content: Content) -> None:
+        super()._lose_only_copy(content)
+        self._lost.add(content.row.id)
 
     async def tell_lost(self) -> None:
         """Let others know what this front had alone, and lost."""
