@@ -6,6 +6,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 MACHINE ?= gpu
 DEVICE ?= auto
+PROCESSES ?= 1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
@@ -77,11 +78,11 @@ audit: $(VENV)/.dev ## Ask the advisory database (online) about every pinned ver
 sbom: $(VENV)/.dev ## Write sbom.json (CycloneDX): what is installed in VENV, with versions and licences
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
-soak: $(VENV)/.dev ## 200,000 random requests against a real service; writes benchmarks/results
-	$(BIN)/python -m benchmarks.soak
+soak: $(VENV)/.dev ## 200,000 random requests against a real service (PROCESSES=number); writes benchmarks/results
+	$(BIN)/python -m benchmarks.soak --processes $(PROCESSES)
 
-fuzz: $(VENV)/.dev ## An hour of hostile bytes for what parses them; writes benchmarks/results
-	$(BIN)/python -m benchmarks.fuzz
+fuzz: $(VENV)/.dev ## An hour of hostile bytes for what parses them, shared by PROCESSES; writes benchmarks/results
+	$(BIN)/python -m benchmarks.fuzz --processes $(PROCESSES)
 
 drills: $(VENV)/.dev ## Bring on what can go wrong, against real services, databases, stores; writes benchmarks/results
 	$(BIN)/python -m benchmarks.drills

@@ -1,9 +1,10 @@
 """Hostile bytes for what parses them: receives seconds, writes benchmarks/results/<machine>/fuzz.json.
 
-Targets: bodies of inference requests (JSON, binary, compressed, raw), safetensors and .npy headers, arguments
-of shared memory, and packets of the local socket. Each example must end as a request or as a refusal that
-names its fault, never as another exception, and leave no slot and no descriptor behind. A counterexample is
-shrunk by hypothesis, and ends the run with status 1.
+Targets: bodies of /gemm (JSON, safetensors, raw) and of inference requests (JSON, binary, compressed, raw),
+headers and contents of safetensors and .npy files, arguments of shared memory, and packets of the local
+socket. Each example must end as a request or as a refusal that names its fault, never as another exception, and
+leave no slot and no descriptor behind. A counterexample is shrunk by hypothesis, and ends the run with status 1.
+Processes share the time: each goes through all targets, with examples of its own.
 """
 
 from __future__ import annotations
@@ -12,27 +13,30 @@ import argparse
 import asyncio
 import gzip
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks import record
+from benchmarks.bodies import anything, changed, gemm_body, message, shapes, upload_body, whole
 from service import regions as lent
 from service.arena import Arena, Slots
-from service.decode import Operands
+from service.decode import Operands, decode
 from service.errors import ServiceError
 from service.formats import npy, safetensors
-from service.inference.decode import decode
+from service.inference.decode import decode as inference_decode
 from service.inference.models import MODELS
 from service.inference.regions import Regions
 from service.inference.registration import register
@@ -40,7 +44,9 @@ from service.inference.request import Place
 from service.keys import Principal
 from service.local.messages import Garbled, Multiply, Piece, decode_request, encode
 from service.local.operands import bind
+from service.model import validate_query
 from service.transfer import Transfer
+from service.upload import PutQuery, Upload
 
 #: Codes of refusals that are nobody's fault: 5xx by nature.
 _NOT_FAULTS = ("not_implemented", "no_room", "no_worker")
@@ -48,90 +54,6 @@ EXAMPLES = 500
 SHM_BYTES = 4096
 
 Target = Callable[[st.DataObject], None]
-
-# -- strategies -------------------------------------------------------------------------------------------------
-
-whole = st.one_of(
-    st.integers(-2, 9), st.sampled_from([1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, 1 << 70, -(1 << 63)])
-)
-anything = st.recursive(
-    st.one_of(st.none(), st.booleans(), whole, st.floats(), st.text(max_size=8)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
-    max_leaves=8,
-)
-shapes = st.one_of(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.lists(whole, max_size=9), anything)
-datatypes = st.one_of(st.sampled_from(["FP16", "BF16", "FP32", "FP64", "INT8", ""]), anything)
-parameters = st.one_of(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "binary_data_size": whole,
-            "shared_memory_region": st.sampled_from(["r", "none", ""]),
-            "shared_memory_offset": whole,
-            "shared_memory_byte_size": whole,
-            "handle": st.text(max_size=4),
-        },
-    ),
-    anything,
-)
-inputs = st.fixed_dictionaries(
-    {"name": st.sampled_from(["A", "B", "C", "bias", "D", ""]), "shape": shapes, "datatype": datatypes},
-    optional={"parameters": parameters, "data": anything},
-)
-documents = st.one_of(
-    st.fixed_dictionaries(
-        {"inputs": st.lists(inputs, max_size=5)},
-        optional={
-            "id": anything,
-            "outputs": anything,
-            "parameters": st.one_of(
-                anything,
-                st.dictionaries(
-                    st.sampled_from(
-                        ["alpha", "trans_a", "timeout", "priority", "b", "out", "bias_dim", "beta"]
-                    ),
-                    anything,
-                ),
-            ),
-        },
-    ),
-    anything,
-)
-
-
-def message(draw: Callable[[Any], Any]) -> tuple[bytes, int]:
-    """A body and the length of its JSON: of a right request, changed, or of any document."""
-    if draw(st.booleans()):
-        m, k, n = (draw(st.integers(0, 3)) for _ in range(3))
-        document: Any = {
-            "inputs": [
-                {
-                    "name": "A",
-                    "shape": [m, k],
-                    "datatype": "FP32",
-                    "parameters": {"binary_data_size": 4 * m * k},
-                },
-                {
-                    "name": "B",
-                    "shape": [k, n],
-                    "datatype": "FP32",
-                    "parameters": {"binary_data_size": 4 * k * n},
-                },
-            ]
-        }
-        tail = bytes(4 * (m * k + k * n))
-    else:
-        document, tail = draw(documents), draw(st.binary(max_size=64))
-    head = json.dumps(document).encode()
-    body = bytearray(head + tail)
-    for _ in range(draw(st.integers(0, 2))):
-        if body:
-            body[draw(st.integers(0, len(body) - 1))] = draw(st.integers(0, 255))
-    del body[draw(st.integers(0, len(body))) if draw(st.booleans()) else len(body) :]
-    return bytes(body), len(head)
-
 
 # -- targets ----------------------------------------------------------------------------------------------------
 
@@ -144,6 +66,22 @@ def refusals() -> Iterator[None]:
     except ServiceError as refusal:
         if refusal.status >= 500 and refusal.code not in _NOT_FAULTS:
             raise AssertionError(f"refused as {refusal.code}: {refusal.detail}") from refusal
+
+
+def transfer_of(body: bytes, headers: list[tuple[bytes, bytes]], query: bytes) -> Transfer:
+    """A request of that body, which comes in pieces and then ends, as a connection does."""
+    pieces = [body[start : start + 100] for start in range(0, len(body), 100)] or [b""]
+
+    async def receive() -> dict[str, Any]:
+        if not pieces:
+            return {"type": "http.disconnect"}
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def send(message: Any) -> None:
+        raise AssertionError("nothing is sent before a request is decoded")
+
+    return Transfer.of({"type": "http", "headers": headers, "query_string": query}, receive, send)
 
 
 class Stage:
@@ -160,6 +98,7 @@ class Stage:
         self.slots = Slots(self.arena)
         self.regions = Regions(3600, lambda key: True)
         self.owner = Principal("fuzz")
+        self.contents = SimpleNamespace(check_room=lambda nbytes: None)
         shared = {"shared_memory": True, "shared_memory_keys": (self.file.name,)}
         self.services: Any = SimpleNamespace(
             settings=SimpleNamespace(**limits, max_flops=1e12, **shared),
@@ -226,23 +165,46 @@ class Stage:
     async def _decode(
         self, body: bytes, headers: list[tuple[bytes, bytes]], query: bytes, model: Any
     ) -> None:
-        pieces = [body[start : start + 100] for start in range(0, len(body), 100)] or [b""]
-
-        async def receive() -> dict[str, Any]:
-            piece = pieces.pop(0)
-            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
-
-        async def send(message: Any) -> None:
-            raise AssertionError("nothing is sent before a request is decoded")
-
-        scope = {"type": "http", "headers": headers, "query_string": query}
         operands = Operands(self.services, self.owner.owner, 0.0)
         try:
-            _, request = await decode(Transfer.of(scope, receive, send), operands, self.regions, model)
+            transfer = transfer_of(body, headers, query)
+            _, request = await inference_decode(transfer, operands, self.regions, model)
             for bound in (request.a, request.b, request.out):
                 assert len(bound.view()) == bound.operand.nbytes
         finally:
             operands.release()
+
+    def gemm_body(self, data: st.DataObject) -> None:
+        """Products as POST /gemm takes them."""
+        media, query, body = gemm_body(data.draw)
+        transfer = self._sent(data, media, body, query)
+        with refusals():
+            request = self.runner.run(decode(transfer, transfer.scope, self.services, self.owner))
+            for bound in (*request.held, request.out):
+                assert len(bound.view()) == bound.operand.nbytes
+            request.release()
+        self.check()
+
+    def upload_body(self, data: st.DataObject) -> None:
+        """Tensors as PUT /tensors takes them."""
+        media, query, body = upload_body(data.draw)
+        transfer = self._sent(data, media, body)
+        with refusals():
+            fields = validate_query(PutQuery, query)
+            upload = Upload(transfer, self.services, self.owner.owner, fields)
+            slot, tensor = self.runner.run(upload.receive())
+            assert len(slot.view(tensor.nbytes)) == tensor.nbytes
+            slot.release()
+        self.check()
+
+    def _sent(self, data: st.DataObject, media: str, content: bytes, query: bytes = b"") -> Transfer:
+        """A body as it comes: changed or not, its length told or not, and told wrongly."""
+        body = changed(data.draw, content)
+        headers = [(b"content-type", media.encode())]
+        told = data.draw(st.sampled_from([len(body), len(body), None, len(content), len(body) + 1]))
+        if told is not None:
+            headers.append((b"content-length", str(told).encode()))
+        return transfer_of(body, headers, query)
 
     def safetensors_header(self, data: st.DataObject) -> None:
         """Headers that say anything."""
@@ -269,19 +231,22 @@ class Stage:
 
     def npy_header(self, data: st.DataObject) -> None:
         """Headers close to right ones, and far from them."""
+        sizes = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple).map(str)
         text = data.draw(
             st.one_of(
                 st.builds(
                     "{{'descr': {!r}, 'fortran_order': {}, 'shape': {}, }}".format,
                     st.sampled_from(["<f4", ">f8", "|V2", "O", "<c8", "f2"]),
-                    st.sampled_from(["True", "False", "0"]),
-                    st.one_of(st.lists(whole, max_size=9).map(tuple).map(str), st.text(max_size=20)),
+                    st.sampled_from(["True", "False", "False", "0"]),
+                    st.one_of(
+                        sizes, sizes, st.lists(whole, max_size=9).map(tuple).map(str), st.text(max_size=20)
+                    ),
                 ),
                 st.text(max_size=80),
             )
         ).encode("latin-1", "replace")
-        version = data.draw(st.integers(0, 4))
-        size = len(text) + data.draw(st.sampled_from([0, 0, 0, 1, -1, 60000]))
+        version = data.draw(st.sampled_from([1, 1, 2, 3, 0, 4]))
+        size = len(text) + data.draw(st.sampled_from([0, 0, 0, 0, 1, -1, 60000]))
         length = max(0, size).to_bytes(2 if version < 2 else 4, "little")
         content = npy.MAGIC + bytes([version, 0]) + length + text
         with refusals():
@@ -367,6 +332,8 @@ class Stage:
     def targets(self) -> tuple[Target, ...]:
         """All of them."""
         return (
+            self.gemm_body,
+            self.upload_body,
             self.inference_body,
             self.safetensors_header,
             self.npy_header,
@@ -392,26 +359,53 @@ def fuzz(target: Target, examples: int, number: int) -> None:
     run()
 
 
+class Reached(NamedTuple):
+    """What one process did of a target."""
+
+    target: str
+    examples: int
+    seconds: float
+
+
+def work(number: int, processes: int, seconds: float) -> list[Reached]:
+    """All targets for so many seconds together, with examples that no other process has."""
+    stage = Stage()
+    reached = []
+    try:
+        for target in stage.targets:
+            began, rounds = time.monotonic(), 0
+            while time.monotonic() - began < seconds / len(stage.targets):
+                fuzz(target, EXAMPLES, rounds * processes + number)
+                rounds += 1
+            reached.append(Reached(target.__name__, rounds * EXAMPLES, time.monotonic() - began))
+    finally:
+        stage.close()
+    return reached
+
+
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
     parser.add_argument("--machine", default="cpu")
-    parser.add_argument("--seconds", type=float, default=3600, help="of all targets together")
+    parser.add_argument("--seconds", type=float, default=3600, help="of all targets and processes together")
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
-    stage = Stage()
+    share = arguments.seconds / arguments.processes
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, context) as pool:
+        futures = [
+            pool.submit(work, number, arguments.processes, share) for number in range(arguments.processes)
+        ]
+        reached = [one for future in as_completed(futures) for one in future.result()]
     rows = []
-    try:
-        for target in stage.targets:
-            began, rounds = time.monotonic(), 0
-            while time.monotonic() - began < arguments.seconds / len(stage.targets):
-                fuzz(target, EXAMPLES, rounds)
-                rounds += 1
-            name = target.__name__
-            detail = f"{rounds * EXAMPLES} examples in {time.monotonic() - began:.0f} s"
-            rows.append({"name": name, "outcome": "ok", "detail": detail})
-            print(f"{name}: {detail}", flush=True)
-    finally:
-        stage.close()
+    for name in dict.fromkeys(one.target for one in reached):
+        own = [one for one in reached if one.target == name]
+        examples, seconds = sum(one.examples for one in own), sum(one.seconds for one in own)
+        detail = f"{examples} examples in {seconds:.0f} s of {len(own)} processes together"
+        rows.append(
+            {"name": name, "outcome": "ok", "detail": detail, "examples": examples, "seconds": seconds}
+        )
+        print(f"{name}: {detail}")
     details = record.cpu_machine()
     print(record.write(arguments.machine, "fuzz", rows, details=details, packages=("hypothesis", "numpy")))
     return 0

@@ -4,7 +4,7 @@ Actors walk at random through register, infer, unregister, cancel and refused re
 in memory that they lend over the local socket, while the worker is killed now and then. Every result is
 compared with numpy's. In the end nothing may be left: no descriptor, no shared memory, no slot of the arena;
 and no request was answered with a fault of the service's own. Anything wrong ends it with a traceback and
-status 1.
+status 1. Actors are spread over processes, since checking takes more time than the service does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import mmap
+import multiprocessing
 import os
 import random
 import secrets
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,11 @@ from benchmarks import record
 from service.client import AsyncClient, Busy, GemmError
 from tests.service.real import Service, running
 
-#: Requests from one kill of the worker to the next; a restart takes about as long as that many requests.
+#: Requests, and seconds, from one kill of the worker to the next at least.
 KILL_EVERY = 1500
+KILL_SECONDS = 3.0
+#: Actors of one process.
+ACTORS = 8
 #: Refused for now, where a worker was killed: its work runs once more, and then fails clearly.
 PASSING = 503
 REGION_BYTES = 1 << 16
@@ -108,6 +113,8 @@ class Actor:
                     walk = self._random.choices(walks, weights)[0][1]
                     self.counts[walk.__name__] += 1
                     await walk()
+                    with _steps.get_lock():
+                        _steps.value += 1
                 await self.unregister()
                 if self._near is not None:
                     await self._near.close()
@@ -329,41 +336,70 @@ def descriptors(service: Service) -> int:
     return len(os.listdir(f"/proc/{service.process.pid}/fd"))
 
 
-async def walk(service: Service, requests: int, actors: int, run: str, seed: int) -> list[Actor]:
-    """All actors at once, beside whoever kills the worker."""
-    made = [Actor(number, service.url, run, seed) for number in range(actors)]
+_CONTEXT = multiprocessing.get_context("spawn")
+#: Steps that all processes have taken.
+_steps: Any = _CONTEXT.Value("q", 0)
 
-    async def kill() -> None:
-        killed = 0
-        while True:
-            await asyncio.sleep(0.1)
-            done = sum(sum(actor.counts.values()) for actor in made)
-            if done // KILL_EVERY > killed and service.workers():
-                killed = done // KILL_EVERY
-                made[0].counts["kill"] += 1
-                service.workers()[0].kill()
 
-    killer = asyncio.ensure_future(kill())
-    try:
+def _begin(steps: Any) -> None:
+    """Make a new process count with the others."""
+    global _steps  # noqa: PLW0603
+    _steps = steps
+
+
+def walk(url: str, numbers: Sequence[int], steps: int, run: str, seed: int) -> tuple[Counter[str], float]:
+    """All of a process's actors at once, `steps` each; what they did, and the longest that one waited, seconds."""
+
+    async def together() -> list[Actor]:
+        made = [Actor(number, url, run, seed) for number in numbers]
         async with asyncio.TaskGroup() as group:
             for actor in made:
-                group.create_task(actor.run(requests // actors))
-    finally:
-        killer.cancel()
-    return made
+                group.create_task(actor.run(steps))
+        return made
+
+    made = asyncio.run(together())
+    return sum((actor.counts for actor in made), Counter[str]()), max(actor.late for actor in made)
 
 
-def soak(data: Path, requests: int, *, actors: int = 8, seed: int = 1) -> dict[str, Any]:
+def walks(
+    service: Service, pool: ProcessPoolExecutor, processes: int, requests: int, run: str, seed: int
+) -> tuple[Counter[str], float]:
+    """All processes at once, while the worker is killed now and then."""
+    share = requests // (processes * ACTORS)
+    numbers = [range(first * ACTORS, (first + 1) * ACTORS) for first in range(processes)]
+    futures = [pool.submit(walk, service.url, mine, share, run, seed) for mine in numbers]
+    kills = _kill_until_done(service, futures)
+    ended = [future.result() for future in futures]
+    return sum((counts for counts, _ in ended), Counter(kill=kills)), max(late for _, late in ended)
+
+
+def _kill_until_done(service: Service, futures: Sequence[Future[Any]]) -> int:
+    """How often the worker was killed."""
+    kills, at, began = 0, _steps.value, time.monotonic()
+    while wait(futures, 0.1, FIRST_EXCEPTION).not_done:
+        if any(future.done() and future.exception() for future in futures):
+            break
+        if _steps.value - at >= KILL_EVERY and time.monotonic() - began >= KILL_SECONDS and service.workers():
+            service.workers()[0].kill()
+            kills, at, began = kills + 1, _steps.value, time.monotonic()
+    return kills
+
+
+def soak(data: Path, requests: int, *, processes: int = 1, seed: int = 1) -> dict[str, Any]:
     """Walk, and look at what is left; what happened, as a row. Raises Wrong."""
     run = f"gemmsoak-{secrets.token_hex(6)}"
     flags = ("--shared-memory", "--shared-memory-keys", f"{run}-*", "--log-level", "error")
-    with running(data, *flags) as service:
+    with (
+        running(data, *flags) as service,
+        ProcessPoolExecutor(processes, _CONTEXT, initializer=_begin, initargs=(_steps,)) as pool,
+    ):
         service.ready()
-        asyncio.run(walk(service, 40 * actors, actors, run, seed + 1))  # opens what stays open
+        # Opens what stays open.
+        walks(service, pool, processes, 40 * ACTORS * processes, run, seed + 1)
         service.until(service.is_ready, 60)
         before = descriptors(service)
         began = time.monotonic()
-        made = asyncio.run(walk(service, requests, actors, run, seed))
+        counts, late = walks(service, pool, processes, requests, run, seed)
         seconds = time.monotonic() - began
         service.until(service.is_ready, 60)
         service.until(lambda: descriptors(service) <= before, 30, "descriptors as before")
@@ -374,11 +410,11 @@ def soak(data: Path, requests: int, *, actors: int = 8, seed: int = 1) -> dict[s
         faults = service.metric("gemm_requests_total", code="500")
         if left or faults:
             raise Wrong(f"left in /dev/shm: {left}; answers of 500: {faults:g}")
-        counts = sum((actor.counts for actor in made), Counter[str]())
         return {
             "requests": requests,
             "seconds": seconds,
-            "slowest_seconds": max(actor.late for actor in made),
+            "processes": processes,
+            "slowest_seconds": late,
             "steps": dict(sorted(counts.items())),
             "descriptors": before,
             "worker_restarts": service.metric("gemm_worker_restarts_total"),
@@ -390,11 +426,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--machine", default="cpu")
     parser.add_argument("--requests", type=int, default=200_000)
+    parser.add_argument("--processes", type=int, default=1, help=f"of {ACTORS} actors each")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as data:
-        row = soak(Path(data), arguments.requests, seed=arguments.seed)
-    row = {"name": "soak", "outcome": "ok", **row}
+        row = soak(Path(data), arguments.requests, processes=arguments.processes, seed=arguments.seed)
+    row = {"name": "soak", "outcome": "ok", "detail": f"{arguments.requests} requests", **row}
     print(json.dumps(row, indent=1))
     print(
         record.write(
