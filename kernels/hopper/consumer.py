@@ -1,0 +1,295 @@
+"""Consumers of Step 9: receive stages that the producer filled, hand on tiles of D.
+
+A warpgroup a consumer runs `consume`: it multiplies what the ring holds, then drains its accumulator, by TMA where
+only alpha follows, else through the epilogue. Where blocks divide K each parks its part, and `reduce` adds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from kernels.hopper.epilogue import (
+    EVICT_FIRST,
+    TILE_BYTES,
+    Terms,
+    consumer_barrier,
+    is_simple,
+    put_fp32,
+    put_half,
+    put_rows,
+    store_any,
+)
+from kernels.hopper.pipeline import PipelineState, Tiles, release, wait_full
+from kernels.hopper.tilings import STAGING_BYTES, TILE_K
+
+__all__ = ["consume", "drain_any", "multiply", "reduce"]
+
+
+@cute.jit
+def multiply(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    rx: cute.Tensor,
+    ry: cute.Tensor,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    k_tiles: Int32,
+    state: PipelineState,
+    releases: Boolean,
+    peer: Int32,
+    shared: cutlass.Constexpr,
+) -> tuple[PipelineState, Int32]:
+    """acc += A·B over the next `k_tiles` stages, the last of them still in flight.
+
+    A stage is released once the group after it has been issued and its own is done. Returns the ring's place, and
+    the stage that the caller releases after `wait_group(0)`.
+    """
+    last = state.stage
+    for k in cutlass.range(k_tiles, unroll=1):
+        wait_full(full + state.stage, state.phase)
+        warpgroup.fence()
+        for block in cutlass.range_constexpr(TILE_K // 16):
+            where = (None, None, block, state.stage)
+            cute.gemm(tiled_mma, acc, rx[where], ry[where], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if releases & (k > 0):
+            release(empty + last, peer, shared)
+        last = state.stage
+        state.advance()
+    return state, last
+
+
+@cute.jit
+def consume(
+    t: cutlass.Constexpr,
+    out: cutlass.Constexpr,
+    tiled_mma: cute.TiledMma,
+    sx: cute.Tensor,
+    sy: cute.Tensor,
+    sd: Any,
+    tma_d: Any,
+    gd: Any,
+    ring: Int32,
+    staging: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    tiles: Tiles,
+    first: Int32,
+    step: Int32,
+    k_tiles: Int32,
+    consumer: Int32,
+    thread: Int32,
+    rank_p: Int32,
+    rank_q: Int32,
+    part: Int32,
+    terms: Terms,
+) -> None:
+    """Multiply what the ring holds and write the tiles out."""
+    share = 0 if cutlass.const_expr(t.pingpong) else consumer  # which rows of the tile
+    slice_ = tiled_mma.get_slice(share * 128)
+    rx = tiled_mma.make_fragment_A(slice_.partition_A(sx))  # (atom, p / 64, k / 16, stages)
+    ry = tiled_mma.make_fragment_B(slice_.partition_B(sy))  # (atom, 1, k / 16, stages)
+    acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((t.p, t.q)), Float32)  # ((2, 2, q / 8), rows, 1)
+
+    # Lane i of each warp releases to block i of those that share, if that block writes into this one.
+    lane = thread % 32
+    releases = lane == 0
+    peer = part * t.sharing + lane
+    if cutlass.const_expr(t.sharing > 1):
+        same_p, same_q = lane % t.cluster_p == rank_p, lane // t.cluster_p == rank_q
+        releases = (lane < t.sharing) & (same_p | same_q)
+
+    state = PipelineState.consumer(t.stages)
+    buffer = Int32(0)
+    work = first
+    if cutlass.const_expr(t.pingpong):
+        if consumer == 1:
+            state.skip(k_tiles)
+            work = work + step
+            _pass_turn(0)
+    while work < tiles.total:
+        tile_p, tile_q, layer = tiles.at(work)
+        acc.fill(0.0)
+        if cutlass.const_expr(t.pingpong):
+            _take_turn(consumer)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        state, last = multiply(
+            tiled_mma, acc, rx, ry, full, empty, k_tiles, state, releases, peer, t.sharing > 1
+        )
+        if cutlass.const_expr(t.pingpong):
+            if work + step < tiles.total:
+                _pass_turn(1 - consumer)
+        warpgroup.wait_group(0)
+        if releases & (k_tiles > 0):
+            release(empty + last, peer, t.sharing > 1)
+
+        p0 = (tile_p * t.cluster_p + rank_p) * t.p + share * 64
+        q0 = (tile_q * t.cluster_q + rank_q) * t.q
+        if cutlass.const_expr(t.split > 1):
+            _park(t, acc, ring, consumer, thread)
+        elif cutlass.const_expr(out is None):
+            drain_any(t, acc, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms)
+        elif is_simple(terms):
+            buffer = _drain_tma(
+                t, out, acc, sd, tma_d, gd, staging, p0, q0, layer, consumer, thread, buffer, terms.alpha
+            )
+        else:
+            drain_any(t, acc, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms)
+        work = work + step
+        if cutlass.const_expr(t.pingpong):
+            work = work + step
+            state.skip(k_tiles)
+    if cutlass.const_expr(out is not None):
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _drain_tma(
+    t: cutlass.Constexpr,
+    out: cutlass.Constexpr,
+    acc: cute.Tensor,
+    sd: Any,
+    tma_d: Any,
+    gd: Any,
+    staging: Int32,
+    p0: Int32,
+    q0: Int32,
+    layer: Int32,
+    consumer: Int32,
+    thread: Int32,
+    buffer: Int32,
+    alpha: Float32,
+) -> Int32:
+    """Accumulator → staged tiles → TMA stores, two in flight; returns which buffer is next."""
+    parts = 1 if t.pingpong else t.consumers
+    width = TILE_BYTES // 64 // (out.width // 8)
+    pieces = cute.local_tile(gd, (64, width), (None, None, None))
+    ds, dg = cpasync.tma_partition(
+        tma_d, 0, cute.make_layout(1), cute.group_modes(sd, 0, 2), cute.group_modes(pieces, 0, 2)
+    )
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    for row in cutlass.range_constexpr(t.p // 64 // parts):
+        for column in cutlass.range_constexpr(t.q // width):
+            slot = consumer * 2 + buffer
+            tile = staging + slot * TILE_BYTES
+            if warp == 0:
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+            consumer_barrier(consumer)
+            if cutlass.const_expr(out.width == 16):
+                put_half(tile, acc, row, column * 8, thread, alpha, out)
+            else:
+                put_fp32(tile, acc, row, column * 4, thread, alpha)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            consumer_barrier(consumer)
+            if warp == 0:
+                where = (None, p0 // 64 + row * parts, q0 // width + column, layer)
+                cute.copy(tma_d, ds[(None, slot)], dg[where], cache_policy=Int64(EVICT_FIRST))
+                cute.arch.cp_async_bulk_commit_group()
+            buffer = buffer ^ 1
+    return buffer
+
+
+@cute.jit
+def drain_any(
+    t: cutlass.Constexpr,
+    acc: cute.Tensor,
+    tile: Int32,
+    p0: Int32,
+    q0: Int32,
+    layer: Int32,
+    consumer: Int32,
+    thread: Int32,
+    terms: Terms,
+) -> None:
+    """Accumulator → fp32 tile → epilogue → D, one 64×64 tile after the other."""
+    parts = 1 if t.pingpong else t.consumers
+    columns = min(64, t.q)
+    across = t.q // columns
+    count = t.p // 64 // parts * across
+    # One copy of the loop over elements, whichever 64×64 of the registers is staged.
+    for number in cutlass.range(count, unroll=1):
+        consumer_barrier(consumer)
+        for each in cutlass.range_constexpr(count):
+            if number == each:
+                put_rows(tile, acc, each // across, each % across * 8, columns // 8, t.swap, thread)
+        consumer_barrier(consumer)
+        row, column = number // across, number % across
+        store_any(
+            tile,
+            p0 + row * 64 * parts,
+            q0 + column * columns,
+            layer,
+            columns,
+            t.swap,
+            1,
+            1,
+            Int32(0),
+            thread,
+            terms,
+        )
+
+
+@cute.jit
+def _park(t: cutlass.Constexpr, acc: cute.Tensor, ring: Int32, consumer: Int32, thread: Int32) -> None:
+    """Accumulator → fp32 tiles in the ring's place, for the blocks of the cluster to add."""
+    columns = min(64, t.q)
+    cute.arch.barrier(barrier_id=9, number_of_threads=128 * t.consumers)  # all warps have read the ring
+    across = t.q // columns
+    for row in cutlass.range_constexpr(t.p // 64 // t.consumers):
+        for column in cutlass.range_constexpr(across):
+            number = (row * t.consumers + consumer) * across + column
+            put_rows(ring + number * STAGING_BYTES, acc, row, column * 8, columns // 8, t.swap, thread)
+
+
+@cute.jit
+def reduce(
+    t: cutlass.Constexpr,
+    ring: Int32,
+    tiles: Tiles,
+    first: Int32,
+    rank_p: Int32,
+    rank_q: Int32,
+    part: Int32,
+    consumer: Int32,
+    thread: Int32,
+    terms: Terms,
+) -> None:
+    """Add the parts of the cluster: each block sums its share of the 64×64 tiles and writes them out."""
+    columns = min(64, t.q)
+    across = t.q // columns
+    count = t.p // 64 * across
+    tile_p, tile_q, layer = tiles.at(first)
+    p0, q0 = (tile_p * t.cluster_p + rank_p) * t.p, (tile_q * t.cluster_q + rank_q) * t.q
+    peer = rank_q * t.cluster_p + rank_p
+    for number in cutlass.range(part + consumer * t.split, count, t.split * t.consumers, unroll=1):
+        row, column = number // across, number % across
+        store_any(
+            ring + number * STAGING_BYTES,
+            p0 + row * 64,
+            q0 + column * columns,
+            layer,
+            columns,
+            t.swap,
+            t.split,
+            t.sharing,
+            peer,
+            thread,
+            terms,
+        )
+
+
+def _take_turn(consumer: Int32) -> None:
+    """Ping-pong: wait until the other consumer has seen all stages of the tile before.
+
+    A phase bit tells apart one lap of the ring, so no consumer may wait for the stages of a later tile.
+    """
+    cute.arch.barrier(barrier_id=12 + consumer, number_of_threads=256)
+
+
+def _pass_turn(consumer: Int32) -> None:
+    cute.arch.barrier_arrive(barrier_id=12 + consumer, number_of_threads=256)
