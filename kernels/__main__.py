@@ -22,7 +22,7 @@ ELSEWHERE = {
     "gates": ("kernels.gates", "check the machine code of what is built"),
     "tune": ("kernels.tune", "measure the variants on this device and keep the times"),
     "predict": ("kernels.predict", "what a model says of a kernel's time on a chip"),
-    "trace": ("kernels.virtual.trace", "run a kernel on the virtual GPU and write what each warp does"),
+    "trace": ("kernels.trace", "run a kernel, virtual or on a GPU, and write what its roles do when"),
 }
 CHIPS = {"h200": "sm_90a", "b200": "sm_100a"}
 

@@ -6,6 +6,7 @@ only alpha follows, else through the epilogue. Where blocks divide K each parks 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -23,6 +24,7 @@ from kernels.hopper.epilogue import (
     put_rows,
     store_any,
 )
+from kernels.hopper.marks import Mark, mark, nothing
 from kernels.hopper.pipeline import PipelineState, Tiles, release, wait_full
 from kernels.hopper.tilings import STAGING_BYTES, TILE_K
 
@@ -42,6 +44,7 @@ def multiply(
     releases: Boolean,
     peer: Int32,
     shared: cutlass.Constexpr,
+    note: cutlass.Constexpr = nothing,
 ) -> tuple[PipelineState, Int32]:
     """acc += A·B over the next `k_tiles` stages, the last of them still in flight.
 
@@ -50,13 +53,17 @@ def multiply(
     """
     last = state.stage
     for k in cutlass.range(k_tiles, unroll=1):
+        note(Mark.MMA_WAITS, k)
         wait_full(full + state.stage, state.phase)
+        note(Mark.MMA_MAY, k)
         warpgroup.fence()
         for block in cutlass.range_constexpr(TILE_K // 16):
             where = (None, None, block, state.stage)
             cute.gemm(tiled_mma, acc, rx[where], ry[where], acc)
         warpgroup.commit_group()
+        note(Mark.MMA_ASKED, k)
         warpgroup.wait_group(1)
+        note(Mark.MMA_DONE, k)
         if releases & (k > 0):
             release(empty + last, peer, shared)
         last = state.stage
@@ -87,9 +94,10 @@ def consume(
     rank_p: Int32,
     rank_q: Int32,
     part: Int32,
+    clock: cutlass.Constexpr,
     terms: Terms,
 ) -> None:
-    """Multiply what the ring holds and write the tiles out."""
+    """Multiply what the ring holds and write the tiles out. `clock` notes the handoffs (marks.py)."""
     share = 0 if cutlass.const_expr(t.pingpong) else consumer  # which rows of the tile
     slice_ = tiled_mma.get_slice(share * 128)
     rx = tiled_mma.make_fragment_A(slice_.partition_A(sx))  # (atom, p / 64, k / 16, stages)
@@ -119,12 +127,24 @@ def consume(
             _take_turn(consumer)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         state, last = multiply(
-            tiled_mma, acc, rx, ry, full, empty, k_tiles, state, releases, peer, t.sharing > 1
+            tiled_mma,
+            acc,
+            rx,
+            ry,
+            full,
+            empty,
+            k_tiles,
+            state,
+            releases,
+            peer,
+            t.sharing > 1,
+            partial(mark, clock, terms, work, k_tiles, consumer),
         )
         if cutlass.const_expr(t.pingpong):
             if work + step < tiles.total:
                 _pass_turn(1 - consumer)
         warpgroup.wait_group(0)
+        mark(clock, terms, work, k_tiles, consumer, Mark.LAST_DONE)
         if releases & (k_tiles > 0):
             release(empty + last, peer, t.sharing > 1)
 
@@ -140,6 +160,7 @@ def consume(
             )
         else:
             drain_any(t, acc, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms)
+        mark(clock, terms, work, k_tiles, consumer, Mark.WRITTEN)
         work = work + step
         if cutlass.const_expr(t.pingpong):
             work = work + step

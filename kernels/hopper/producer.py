@@ -14,6 +14,8 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from kernels.hopper.epilogue import Terms
+from kernels.hopper.marks import Mark, mark
 from kernels.hopper.pipeline import PipelineState, Tiles, wait_empty
 from kernels.hopper.tilings import TILE_K
 
@@ -60,8 +62,10 @@ def produce(
     rank_p: Int32,
     rank_q: Int32,
     part: Int32,
+    clock: cutlass.Constexpr,
+    terms: Terms,
 ) -> None:
-    """Fill the ring: A and B of every k of every tile of this block."""
+    """Fill the ring: A and B of every k of every tile of this block. `clock` notes the handoffs (marks.py)."""
     # Of each tile that blocks share, every block loads its own slice, to the same place in all of them.
     xs, xg = _slices(tma_x, gx, sx, x_k_major, t.p, t.cluster_q, t.stages)
     ys, yg = _slices(tma_y, gy, sy, y_k_major, t.q, t.cluster_p, t.stages)
@@ -82,7 +86,9 @@ def produce(
         y_row = (tile_q * t.cluster_q + rank_q) * t.cluster_p + rank_p
         x_tile, y_tile = xg[(None, x_row, None, x_layer)], yg[(None, y_row, None, y_layer)]
         for k in cutlass.range(k_tiles, unroll=1):
+            mark(clock, terms, work, k_tiles, 0, Mark.LOAD_WAITS, k)
             wait_empty(empty + state.stage, state.phase, t.sharing > 1)
+            mark(clock, terms, work, k_tiles, 0, Mark.LOAD_MAY, k)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + state.stage, t.stage_bytes)
             cute.copy(
@@ -99,6 +105,7 @@ def produce(
                 tma_bar_ptr=full + state.stage,
                 mcast_mask=y_mask,
             )
+            mark(clock, terms, work, k_tiles, 0, Mark.LOAD_ASKED, k)
             state.advance()
         work = work + step
     cute.arch.griddepcontrol_launch_dependents()

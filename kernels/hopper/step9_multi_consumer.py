@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
@@ -32,6 +32,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.hopper.consumer import consume, reduce
 from kernels.hopper.epilogue import TILE_BYTES, Terms
+from kernels.hopper.marks import SILENT
 from kernels.hopper.pipeline import Tiles, init_ring
 from kernels.hopper.producer import load_atom, major_of, produce, staged_layout
 from kernels.hopper.tilings import FAMILY, TILE_K, Tiling
@@ -52,6 +53,7 @@ class Gemm:
     out: Any
     trans_a: bool
     trans_b: bool
+    clock: ClassVar[Any] = SILENT  # traced.py has another
 
     def _k_major(self) -> tuple[bool, bool]:
         """Whether x, y lie along K in memory."""
@@ -256,7 +258,10 @@ class Gemm:
                     rank_p,
                     rank_q,
                     part,
+                    self.clock,
+                    terms,
                 )
+            self.clock.watch(full, tiles, first, step, k_tiles, rank, warp, terms)
             if cutlass.const_expr(t.split > 1):
                 _meet()
         else:
@@ -284,6 +289,7 @@ class Gemm:
                 rank_p,
                 rank_q,
                 part,
+                self.clock,
                 terms,
             )
             if cutlass.const_expr(t.split > 1):

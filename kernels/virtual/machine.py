@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from kernels.perfetto import Span as Stretch
 from kernels.virtual.barriers import MBarrier, Meeting
 from kernels.virtual.copies import Issue
 from kernels.virtual.detect import GRANULE, Clock, Detector, Shadow, join
 from kernels.virtual.memory import GlobalMemory, Parameter, Span
-from kernels.virtual.model import Span as Stretch
 from kernels.virtual.model import Timing
 from kernels.virtual.ptx import Instr
 from kernels.virtual.report import Fault, Finding, Run

@@ -14,20 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kernels.chips import Chip
+from kernels.perfetto import Span
 
 if TYPE_CHECKING:
     from kernels.virtual.warp import Warp
-
-
-@dataclass(slots=True)
-class Span:
-    """Something that took time, for the trace: who, what, when (cycles)."""
-
-    sm: int
-    lane: str
-    name: str
-    begin: float
-    end: float
 
 
 @dataclass(slots=True)

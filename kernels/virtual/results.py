@@ -18,7 +18,13 @@ _PACKAGES = ("numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 def write(path: Path, what: str, rows: Iterable[dict[str, Any]], **more: Any) -> None:
     """Write a file of benchmarks/results; this computer is its machine."""
-    document = {
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document(what, rows, **more), indent=1, ensure_ascii=False) + "\n")
+
+
+def document(what: str, rows: Iterable[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """What stands in it; `more` is added, or stands in the place of what is known here."""
+    return {
         "what": what,
         "machine": {"name": "cpu", "system": platform.release(), "cores": len(os.sched_getaffinity(0))},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,8 +34,6 @@ def write(path: Path, what: str, rows: Iterable[dict[str, Any]], **more: Any) ->
         **more,
         "rows": list(rows),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def _versions() -> Iterable[tuple[str, str]]:

@@ -343,8 +343,8 @@ class Group(AccessMixin, BarrierMixin, CopyMixin, TensorMixin):
         """bar.warp.sync: a warp is one thread to the detector."""
 
     def clock(self) -> int:
-        """A clock that only goes forward."""
-        return self.machine.retired + self.count
+        """A clock that only goes forward: the model's cycles where it runs, else instructions."""
+        return self.machine.retired + self.count if self.machine.timing is None else int(self.warp.time)
 
     def set_registers(self, way: str, count: int) -> bool:
         """setmaxnreg: needs every warp of the warpgroup."""
