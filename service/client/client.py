@@ -17,6 +17,7 @@ import numpy as np
 from service.client.errors import ConnectionFailed, GemmError
 from service.client.jobs import Job, Step
 from service.client.operations import Operation, Operations, Pause, Result, Retries
+from service.client.several import AsyncSeveralTransport, Order, SeveralTransport
 from service.client.shared import Arrays
 from service.client.tensors import Array, Handle
 from service.client.transport import (
@@ -59,7 +60,7 @@ class _Base:
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         *,
         key: str | None = None,
         timeout: float = 600.0,
@@ -70,18 +71,27 @@ class _Base:
     ) -> None:
         """Without arguments: the service in GEMM_URL (else http://127.0.0.1:8000), the key in GEMM_KEY.
 
-        `url` may be `unix:/path`. `timeout` bounds a call with its retries, seconds. `retries` is how often
-        a call is tried where the service says that it is busy or the connection breaks: products are pure and
-        jobs carry an idempotency key, so nothing happens twice. `local`: use shared memory where the service is
+        `url` may be `unix:/path`; or several, in a sequence (in GEMM_URL with commas between), of fronts that share
+        their store: each handle is then asked of one of them, of another where that one can't be had. `timeout`
+        bounds a call with its retries, seconds. `retries` is how often a call is tried where the service says that
+        it is busy or the connection breaks: products are pure and jobs carry an idempotency key, so nothing happens
+        twice. `local`: use shared memory where the service is
         on this machine and offers it.
         """
-        url = url or os.environ.get("GEMM_URL") or DEFAULT_URL
-        self.endpoint = Endpoint.of(url, key or os.environ.get("GEMM_KEY"), verify)
+        urls = url or os.environ.get("GEMM_URL") or DEFAULT_URL
+        key = key or os.environ.get("GEMM_KEY")
+        self.endpoints = [
+            Endpoint.of(one.strip(), key, verify)
+            for one in (urls.split(",") if isinstance(urls, str) else urls)
+        ]
         self.timeout = timeout
         self._connections = connections
         self._local = local
         self._arrays = Arrays()
         self._ask = Operations(Retries(attempts=retries) if isinstance(retries, int) else retries)
+
+    def _order(self) -> Order:
+        return Order([endpoint.name + endpoint.prefix for endpoint in self.endpoints])
 
     def empty(self, shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, np.dtype[Any]]:
         """An array of zeros in memory that a service on this machine shares: as operand or `out` it isn't copied."""
@@ -107,9 +117,13 @@ class Client(_Base):
     __init__.__doc__ = _Base.__init__.__doc__
 
     def _own_transport(self) -> Transport:
-        if self._local and self.endpoint.near:
-            return BestTransport(self.endpoint, self._connections, self._arrays)
-        return SocketTransport(self.endpoint, self._connections)
+        transports = [self._transport_to(endpoint) for endpoint in self.endpoints]
+        return transports[0] if len(transports) == 1 else SeveralTransport(self._order(), transports)
+
+    def _transport_to(self, endpoint: Endpoint) -> Transport:
+        if self._local and endpoint.near:
+            return BestTransport(endpoint, self._connections, self._arrays)
+        return SocketTransport(endpoint, self._connections)
 
     def __enter__(self) -> Self:
         return self
@@ -304,9 +318,13 @@ class AsyncClient(_Base):
     __init__.__doc__ = _Base.__init__.__doc__
 
     def _own_transport(self) -> AsyncTransport:
-        if self._local and self.endpoint.near:
-            return AsyncBestTransport(self.endpoint, self._connections, self._arrays)
-        return AsyncSocketTransport(self.endpoint, self._connections)
+        transports = [self._transport_to(endpoint) for endpoint in self.endpoints]
+        return transports[0] if len(transports) == 1 else AsyncSeveralTransport(self._order(), transports)
+
+    def _transport_to(self, endpoint: Endpoint) -> AsyncTransport:
+        if self._local and endpoint.near:
+            return AsyncBestTransport(endpoint, self._connections, self._arrays)
+        return AsyncSocketTransport(endpoint, self._connections)
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import ssl
 from collections.abc import Callable, Generator
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from service.client.device import Bytes, OnDevice, nbytes_of, on_host
 from service.client.errors import ConnectionFailed, GemmError
 
+_HANDLES = re.compile(r"[?&](b|a|c|bias|out)=handle(?::|%3A)([A-Za-z0-9._-]+)")
 _BUFFER = 65536
 _VECTORS = 64  # buffers in one sendmsg, well below IOV_MAX
 _PIECE = 1 << 20  # bytes in one TLS record run
@@ -316,9 +318,24 @@ def _handshake(sock: ssl.SSLSocket, name: str) -> Generator[Need, None, None]:
             return
 
 
+def affinity(target: str) -> str:
+    """The handle by which a request is best sent, for proxies and for clients of several fronts; "" for none.
+
+    That of the path, else of B, which is what products share; else of another operand, or of what D is kept as.
+    """
+    if target.startswith("/tensors/"):
+        return target[len("/tensors/") :].partition("?")[0]
+    if "handle" not in target:
+        return ""
+    found = dict(_HANDLES.findall(target))
+    return next((found[name] for name in ("b", "a", "c", "bias", "out") if name in found), "")
+
+
 def _head(call: Call, authority: str, headers: tuple[tuple[str, str], ...]) -> bytes:
     lines = [f"{call.method} {call.target} HTTP/1.1", f"host: {authority}"]
     lines += [f"{name}: {value}" for name, value in (*headers, *call.headers)]
+    if key := affinity(call.target):
+        lines.append(f"x-gemm-affinity: {key}")
     if call.parts or call.method in ("POST", "PUT"):
         lines.append(f"content-length: {call.nbytes}")
     text = "\r\n".join(lines)
