@@ -107,7 +107,10 @@ class _Request(Generic[T]):
 
 
 class Postgres:
-    """One database. `seconds` bounds each request, its wait for a connection included."""
+    """One database. `seconds` bounds each request, its wait for a connection included.
+
+    `up` says whether the last request was served.
+    """
 
     def __init__(self, url: str, *, seconds: float) -> None:
         self.seconds = seconds
@@ -181,11 +184,16 @@ class Postgres:
         asked = asyncio.get_running_loop().run_in_executor(self._pool, self._serve, request)
         asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # nobody may wait
         try:
-            return await asyncio.wait_for(asyncio.shield(asked), self.seconds)
+            value = await asyncio.wait_for(asyncio.shield(asked), self.seconds)
         except TimeoutError:
             request.cut()
             self.up = False
             raise unavailable(f"it gave no answer within {self.seconds:g} s") from None
+        except ServiceError as error:
+            self.up = self.up and error.code != "unavailable"
+            raise
+        self.up = True
+        return value
 
     # What follows runs in the threads.
 
@@ -254,14 +262,12 @@ class Postgres:
                 connection = self._local.connection = self._connect()
             except psycopg.Error as error:
                 self._down_until = time.monotonic() + DOWN_SECONDS
-                self.up = False
                 raise unavailable(_line(error)) from error
             self._open.add(connection)
         with request.lock:
             if request.over:
                 raise unavailable("nobody waits any more")
             request.connection = connection
-        self.up = True
         return connection
 
     def _connect(self) -> psycopg.Connection[Any]:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from service import audit
 from service.arena import Slots
 from service.errors import ServiceError
 from service.fronts import ALIVE, Fronts
@@ -284,7 +285,8 @@ class SharedStore(TensorStore):
         await self.contents.tell_lost()
         self.contents.tidy()
         self._soft = {key: content for key, content in self._soft.items() if not content.row.whole}
-        await self.transactions.write(lambda db: _expire(db, now))
+        for name, row in await self.transactions.write(lambda db: _expire(db, now)):
+            audit.changed("expire", row, name)
         if time.monotonic() >= self._orphans_at:
             self._orphans_at = time.monotonic() + ORPHANS_EVERY
             await self._drop_orphans()
@@ -397,9 +399,9 @@ class SharedStore(TensorStore):
         """The database knows, and lets them go."""
 
 
+_OF_C = ", ".join(f"c.{column}" for column in CONTENT.split(", "))
 _NAMED = (
-    "SELECT n.owner, n.name, n.content, n.created, n.expires, "
-    f"{', '.join('c.' + column for column in CONTENT.split(', '))}, "
+    f"SELECT n.owner, n.name, n.content, n.created, n.expires, {_OF_C}, "
     f"c.whole = 0 AND NOT EXISTS (SELECT 1 FROM unwritten u WHERE u.content = c.id AND u.front IN ({ALIVE})) "
     "FROM names n JOIN contents c ON c.id = n.content "
     "WHERE n.owner = ? AND (n.expires IS NULL OR n.expires > ?)"
@@ -430,13 +432,18 @@ def _bytes_by_owner(db: Session) -> dict[str, int]:
     }
 
 
-def _expire(db: Session, now: float) -> None:
-    """Names whose time has come; one front at a time, since all sweep."""
+def _expire(db: Session, now: float) -> list[tuple[str, ContentRow]]:
+    """Forget names whose time has come; one front at a time, since all sweep."""
     if not db.execute("SELECT pg_try_advisory_xact_lock(?)", (_SWEEPING,)).fetchone()[0]:
-        return
-    rows = db.execute("SELECT owner, name, content FROM names WHERE expires <= ? LIMIT ?", (now, SWEEP_ROWS))
-    for owner, name, content in rows.fetchall():
-        index.unbind(db, owner, name, content)
+        return []
+    rows = db.execute(
+        f"SELECT n.name, {_OF_C} FROM names n JOIN contents c ON c.id = n.content WHERE n.expires <= ? LIMIT ?",
+        (now, SWEEP_ROWS),
+    )
+    expired = [(row[0], content_of(row[1:])) for row in rows.fetchall()]
+    for name, row in expired:
+        index.unbind(db, row.owner, name, row.id)
+    return expired
 
 
 def _due(db: Session) -> list[str]:
