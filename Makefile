@@ -103,6 +103,7 @@ predict: $(VENV)/.dev ## What the model says of Steps 3 to 9 on B200 and H200; w
 	$(BIN)/python -m kernels predict --virtual --arch sm_90a --json benchmarks/results/cpu/model-h200.json
 
 bench-transport: $(VENV)/.dev ## Measure the ways to hand over large operands, tritonclient's among them; writes benchmarks/results
+	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks.transport
 
 bench-gpu: ## Measure kernels, ladder and service on one GPU (MACHINE=name); writes benchmarks/results

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from benchmarks.record import RESULTS
+from benchmarks.transport import ALONE, HTTP, IN_PLACE, TRITON_SHARED
 
 README = RESULTS.parents[1] / "README.md"
 BLOCK = re.compile(r"<!-- figures: python -m benchmarks\.figures --write -->\n.*?<!-- end -->", re.DOTALL)
@@ -102,9 +103,52 @@ def serving() -> list[str]:
     return lines
 
 
+def transport() -> list[str]:
+    """Ways to hand operands over on one computer."""
+    document = read("cpu/transport.json")
+    if document is None:
+        return []
+    rows = {row["name"]: row for row in document["rows"]}
+
+    def told(name: str) -> str:
+        return f"{rows[name]['seconds']['median'] * 1e3:.0f} ms"
+
+    def times(name: str) -> str:
+        return f"{rows[name]['ratio']['median']:.1f} ×"
+
+    return [
+        f"- **Handing over 128 MB on one computer** (16×2²⁰ by 2²⁰×16 fp32, {document['machine']['cores']} cores; the product "
+        f"alone takes {told(ALONE)}): in shared memory {told(IN_PLACE)}, {times(IN_PLACE)} the rate of tritonclient over HTTP "
+        f"and {times(f'{IN_PLACE} over {HTTP}')} our own over HTTP ({told(HTTP)}, {times(HTTP)} tritonclient's); tritonclient in "
+        f"system shared memory {told(TRITON_SHARED)}, {times(TRITON_SHARED)} its HTTP. "
+        "[transport.json](benchmarks/results/cpu/transport.json)"
+    ]
+
+
+def checks() -> list[str]:
+    """Long runs that look for faults."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/soak.json")):
+        document = json.loads(path.read_text())
+        row = document["rows"][0]
+        lines.append(
+            f"- **Soak**: {row['requests']:,} random requests in {row['seconds']:.0f} s on {document['machine']['cores']} cores, "
+            f"with {row['worker_restarts']:.0f} killed workers: no wrong answer, no 500, nothing left behind. "
+            f"[soak.json]({path.relative_to(README.parent)})"
+        )
+    for path in sorted(RESULTS.glob("*/fuzz.json")):
+        rows = json.loads(path.read_text())["rows"]
+        minutes = sum(row["seconds"] for row in rows) / 60
+        lines.append(
+            f"- **Fuzzing**: {sum(row['examples'] for row in rows):,} hostile bodies, headers, places in shared memory and packets "
+            f"in {minutes:.0f} minutes of processor time: no crash, no 500. [fuzz.json]({path.relative_to(README.parent)})"
+        )
+    return lines
+
+
 def block() -> str:
     """The whole block, markers included."""
-    lines = [*suite(), *sharded(), *serving()]
+    lines = [*suite(), *sharded(), *serving(), *transport(), *checks()]
     lines.append(
         "- **Blackwell**: nobody here has a B200, so nothing is measured there. Its kernels run instruction by instruction on "
         "the project's own virtual GPU, which finds deadlocks and races, and a kernel that hasn't been seen right on the very "

@@ -1,13 +1,15 @@
 """Ways to hand 128 MB of operands to the service on this computer: writes benchmarks/results/<machine>/transport.json.
 
-A 16×2²⁰ by B 2²⁰×16 in fp32: much to move, little to compute. Each round takes every way once, in turn, so that a
-machine whose speed drifts favours none; ratios are taken round by round. Every result is checked.
+A 16×2²⁰ by B 2²⁰×16 in fp32: much to move, little to compute. Each round takes every way once, the next round begins
+with another, so that neither a machine whose speed drifts nor what a way leaves behind favours one; ratios are taken
+round by round. Every result is checked. A picture is drawn beside the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import secrets
 import statistics
 import tempfile
@@ -118,8 +120,11 @@ def measure(port: int, run: str, k: int, rounds: int) -> list[Row]:
     with ways(port, run, a, b) as found:
         for name, way in found.items():
             _check(name, way(), want)  # also warms up: connections, mappings, pages
-        for _ in track(range(rounds), "rounds", transient=True):
-            for name, way in found.items():
+        names = list(found)
+        for first in track(range(rounds), "rounds", transient=True):
+            for index in range(len(names)):
+                name = names[(first + index) % len(names)]
+                way = found[name]
                 started = time.perf_counter()
                 d = way()
                 seen.setdefault(name, []).append(time.perf_counter() - started)
@@ -160,14 +165,37 @@ def _goal(seen: dict[str, list[float]], name: str, over: str, least: float) -> R
     }
 
 
+def draw(rows: list[Row], path: Path) -> None:
+    """Milliseconds by way, with spreads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = sorted((row for row in rows if "seconds" in row), key=lambda row: -row["seconds"]["median"])
+    figure, axes = pyplot.subplots(figsize=(9, 2.8), layout="constrained")
+    for at, row in enumerate(shown):
+        low, middle, high = (row["seconds"][part] * 1e3 for part in ("min", "median", "max"))
+        own = row["name"].startswith("service.client")
+        axes.barh(at, middle, xerr=[[middle - low], [high - middle]], color="#2a7f62" if own else "#9aa5a1")
+        axes.text(high, at, f"  {middle:.0f} ms", va="center")
+    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    axes.set_xlim(0, max(row["seconds"]["max"] for row in shown) * 1e3 * 1.15)
+    axes.set_xlabel("milliseconds a request (median, min and max)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transport", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
+    parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds")
     parser.add_argument("--k", type=int, default=1 << 20, help="columns of A; less is for a try")
     parser.add_argument("--machine", default="cpu", help="short name of this machine in benchmarks/results")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
+    # As in the service's worker: threads of a BLAS that spin after a product would be charged to the next way.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     port, run = free_port(), f"gemm-bench-{secrets.token_hex(6)}"
     flags = ("--shared-memory", "--shared-memory-keys", run)
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +210,8 @@ def main() -> None:
         path = record.write(
             options.machine, "transport", rows, details=record.cpu_machine(), packages=PACKAGES
         )
-        print(f"written: {path}")
+        draw(rows, path.with_suffix(".png"))
+        print(f"written: {path} and {path.with_suffix('.png')}")
 
 
 if __name__ == "__main__":
