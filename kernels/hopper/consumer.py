@@ -19,13 +19,16 @@ from kernels.hopper.epilogue import (
     Terms,
     consumer_barrier,
     is_simple,
+    load,
+    peer_address,
     put_fp32,
     put_half,
     put_rows,
+    send_four,
     store_any,
 )
 from kernels.hopper.marks import Mark, mark, nothing
-from kernels.hopper.pipeline import PipelineState, Tiles, release, wait_full
+from kernels.hopper.pipeline import PipelineState, Tiles, release, wait_empty, wait_full
 from kernels.hopper.tilings import STAGING_BYTES, TILE_K
 
 __all__ = ["consume", "drain_any", "multiply", "reduce"]
@@ -85,6 +88,7 @@ def consume(
     staging: Int32,
     full: cute.Pointer,
     empty: cute.Pointer,
+    inbox: Any,
     tiles: Tiles,
     first: Int32,
     step: Int32,
@@ -150,16 +154,37 @@ def consume(
 
         p0 = (tile_p * t.cluster_p + rank_p) * t.p + share * 64
         q0 = (tile_q * t.cluster_q + rank_q) * t.q
-        if cutlass.const_expr(t.split > 1):
+        whole, written = t, acc
+        if cutlass.const_expr(t.exchanges):
+            whole, written = t.half, _exchange(t, acc, staging, inbox, consumer, part, thread)
+            q0 = q0 + part * t.half.q
+        if cutlass.const_expr(t.parks):
             _park(t, acc, ring, consumer, thread)
         elif cutlass.const_expr(out is None):
-            drain_any(t, acc, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms)
+            drain_any(
+                whole, written, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms
+            )
         elif is_simple(terms):
             buffer = _drain_tma(
-                t, out, acc, sd, tma_d, gd, staging, p0, q0, layer, consumer, thread, buffer, terms.alpha
+                whole,
+                out,
+                written,
+                sd,
+                tma_d,
+                gd,
+                staging,
+                p0,
+                q0,
+                layer,
+                consumer,
+                thread,
+                buffer,
+                terms.alpha,
             )
         else:
-            drain_any(t, acc, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms)
+            drain_any(
+                whole, written, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms
+            )
         mark(clock, terms, work, k_tiles, consumer, Mark.WRITTEN)
         work = work + step
         if cutlass.const_expr(t.pingpong):
@@ -167,6 +192,52 @@ def consume(
             state.skip(k_tiles)
     if cutlass.const_expr(out is not None):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _exchange(
+    t: cutlass.Constexpr,
+    acc: cute.Tensor,
+    staging: Int32,
+    inbox: cute.Pointer,
+    consumer: Int32,
+    part: Int32,
+    thread: Int32,
+) -> cute.Tensor:
+    """The sum of both blocks' accumulators over the half of the columns that this block writes: left for part 0.
+
+    The other half goes to the same thread of the peer, four registers at a time: st.async counts its bytes at
+    the peer's barrier. Nobody's ring is touched, so a block waits for nothing but the half that it lacks; it has
+    come whole before the block exits. Of two numbers the sum has the same bits in either order.
+    """
+    blocks = t.q // 16  # of 8 columns, in a half
+    kept = cute.make_rmem_tensor(((2, 2, blocks), 1, 1), Float32)
+    if thread == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(inbox + consumer, blocks * 2048)
+    barrier = peer_address((inbox + consumer).toint().to(Int32), 1 - part)
+    for block in cutlass.range_constexpr(blocks):
+        piece, line = (
+            block // 8,
+            block % 8,
+        )  # 16,384 B a piece of 64 columns; a consumer's first is its staging
+        offset = piece * t.consumers * STAGING_BYTES + line * 2048
+        sent = []
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(2):
+                left, right = acc[(i, half, block), 0, 0], acc[(i, half, blocks + block), 0, 0]
+                kept[(i, half, block), 0, 0] = cutlass.select_(part == 0, left, right)
+                sent.append(Float32(cutlass.select_(part == 0, right, left)))
+        place = staging + consumer * STAGING_BYTES + offset + thread * 16
+        send_four(peer_address(place, 1 - part), sent, barrier)
+    wait_empty(inbox + consumer, Int32(0), True)
+    for block in cutlass.range_constexpr(blocks):
+        piece, line = block // 8, block % 8
+        offset = piece * t.consumers * STAGING_BYTES + line * 2048
+        come = load(staging + consumer * STAGING_BYTES + offset + thread * 16, 4, "shared")
+        for number in cutlass.range_constexpr(4):
+            i, half = number % 2, number // 2
+            kept[(i, half, block), 0, 0] = kept[(i, half, block), 0, 0] + come[number]
+    return kept
 
 
 @cute.jit

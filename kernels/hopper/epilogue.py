@@ -24,10 +24,14 @@ __all__ = [
     "EVICT_FIRST",
     "Terms",
     "consumer_barrier",
+    "element",
     "is_simple",
+    "load",
+    "peer_address",
     "put_fp32",
     "put_half",
     "put_rows",
+    "send_four",
     "store_any",
     "store_words",
 ]
@@ -91,6 +95,23 @@ def _pack(high: Float32, low: Float32, dtype: Any, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
+def _add(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """a + b, rounded by itself: with `.rn` said, no multiplication before it is drawn in."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip)],
+            "add.rn.f32 $0, $1, $2;",
+            "=f,f,f",
+            has_side_effects=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
 def _stmatrix(address: Int32, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
     """Store four 8×8 matrices of 16 bits; lane i gives the address of row i%8 of matrix i/8."""
     llvm.inline_asm(
@@ -134,7 +155,7 @@ def _store_one(address: Int32, a: Float32, *, loc: Any = None, ip: Any = None) -
 
 
 @dsl_user_op
-def _peer_address(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+def peer_address(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The same shared-memory address in block `rank` of the cluster."""
     return Int32(
         llvm.inline_asm(
@@ -151,7 +172,24 @@ def _peer_address(address: Int32, rank: Int32, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def _load(address: Int32, count: int, space: str, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+def send_four(
+    address: Int32, values: list[Float32], barrier: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Start storing 16 bytes into another block's shared memory; they count at its barrier."""
+    llvm.inline_asm(
+        None,
+        [x.ir_value(loc=loc, ip=ip) for x in (address, *values, barrier)],
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];",
+        "r,f,f,f,f,r,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def load(address: Int32, count: int, space: str, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """One fp32 or four from shared memory; `space` "shared" or "shared::cluster"."""
     vector, places = ("", "$0") if count == 1 else (".v4", "{$0, $1, $2, $3}")
     result = llvm.inline_asm(
@@ -317,12 +355,13 @@ def _store_lines(
             places = [_spot((step * depth + i) * 128 + thread, width // 4) for i in range(depth)]
             vectors = [_sum(_place(tile, line, 4 * v, swap), 4, parts, stride, peer) for line, v in places]
             for (line, v), values in zip(places, vectors, strict=True):
-                scaled = [value * terms.alpha for value in values]
                 if cutlass.const_expr(rich):
                     scaled = [
                         _finish(value, line0 + line, column0 + 4 * v + i, layer, swap, terms)
-                        for i, value in enumerate(scaled)
+                        for i, value in enumerate(values)
                     ]
+                else:
+                    scaled = [value * terms.alpha for value in values]
                 _write_four(corner + (Int64(line) * d_line + 4 * v) * size, scaled, kind)
     else:
         count = lines * width // 128
@@ -334,9 +373,10 @@ def _store_lines(
             ]
             for (line, column), (value,) in zip(places, singles, strict=True):
                 if (line0 + line < lines_d) & (column0 + column < width_d):
-                    scaled = value * terms.alpha
-                    if cutlass.const_expr(rich):
-                        scaled = _finish(scaled, line0 + line, column0 + column, layer, swap, terms)
+                    if cutlass.const_expr(not rich):
+                        scaled = value * terms.alpha
+                    else:
+                        scaled = _finish(value, line0 + line, column0 + column, layer, swap, terms)
                     _write(corner + (Int64(line) * d_line + Int64(column) * d_column) * size, scaled, kind)
 
 
@@ -347,13 +387,13 @@ def _spot(index: Int32, width: int) -> tuple[Int32, Int32]:
 def _sum(address: Int32, count: int, parts: int, stride: int, peer: Int32) -> list[Float32]:
     """Element or four at an address; the sum over the blocks of the cluster where K is divided."""
     if parts == 1:
-        return _load(address, count, "shared")
+        return load(address, count, "shared")
     loads = [
-        _load(_peer_address(address, peer + part * stride), count, "shared::cluster") for part in range(parts)
+        load(peer_address(address, peer + part * stride), count, "shared::cluster") for part in range(parts)
     ]
     total = loads[0]
-    for load in loads[1:]:
-        total = [a + b for a, b in zip(total, load, strict=True)]
+    for each in loads[1:]:
+        total = [a + b for a, b in zip(total, each, strict=True)]
     return total
 
 
@@ -361,30 +401,38 @@ def _sum(address: Int32, count: int, parts: int, stride: int, peer: Int32) -> li
 def _finish(
     value: Float32, line: Int32, column: Int32, layer: Int32, swap: cutlass.Constexpr, terms: Terms
 ) -> Float32:
-    """act(value + beta · C + bias)."""
+    """act(alpha · value + (beta · C + bias)).
+
+    Each sum is an explicit fused multiply-add or addition: were it left to the compiler, it could be contracted
+    differently from tiling to tiling, and with it the last bit.
+    """
     p, q = (column, line) if swap else (line, column)
-    c_type = (terms.code >> 2) & 3
-    if c_type != 0:
-        offset = Int64(layer) * terms.c_batch + Int64(p) * terms.c_p + Int64(q) * terms.c_q
-        value = value + terms.beta * _read(terms.c, offset, c_type)
+    addend = Float32(0.0)
     bias_type = (terms.code >> 4) & 3
     if bias_type != 0:
         along_p = ((terms.code & BIAS_ALONG_M) != 0) != swap
         where = q
         if along_p:
             where = p
-        value = value + _read(terms.bias, Int64(where), bias_type)
+        addend = _read(terms.bias, Int64(where), bias_type)
+    c_type = (terms.code >> 2) & 3
+    if c_type != 0:
+        offset = Int64(layer) * terms.c_batch + Int64(p) * terms.c_p + Int64(q) * terms.c_q
+        addend = cute.math.fma(_read(terms.c, offset, c_type), terms.beta, addend)
+    value = cute.math.fma(value, terms.alpha, addend)
     activation = terms.code & 3
     if (activation == 1) & (value < 0.0):
         value = Float32(0.0)
     if activation == 2:
-        value = value * 0.5 * (1.0 + cute.math.erf(value * 0.7071067811865476))
+        half = value * 0.5
+        value = cute.math.fma(half, cute.math.erf(value * 0.7071067811865476), half)
     if activation == 3:
-        value = value / (1.0 + cute.math.exp(-value))
+        value = value / _add(cute.math.exp(-value), Float32(1.0))
     return value
 
 
-def _element(dtype: Any, base: Int64, offset: Int64) -> cute.Tensor:
+def element(dtype: Any, base: Int64, offset: Int64) -> cute.Tensor:
+    """Element `offset` of an array of global memory, as a tensor of one."""
     pointer = cute.make_ptr(dtype, base + offset * (dtype.width // 8), cute.AddressSpace.gmem)
     return cute.make_tensor(pointer, cute.make_layout(1))
 
@@ -394,11 +442,11 @@ def _read(base: Int64, offset: Int64, kind: Int32) -> Float32:
     """Element at `offset` of the type `kind`: 1 fp16, 2 bf16, 3 fp32."""
     value = Float32(0.0)
     if kind == 1:
-        value = _element(Float16, base, offset)[0].to(Float32)
+        value = element(Float16, base, offset)[0].to(Float32)
     elif kind == 2:
-        value = _element(BFloat16, base, offset)[0].to(Float32)
+        value = element(BFloat16, base, offset)[0].to(Float32)
     else:
-        value = _element(Float32, base, offset)[0]
+        value = element(Float32, base, offset)[0]
     return value
 
 
@@ -406,9 +454,9 @@ def _read(base: Int64, offset: Int64, kind: Int32) -> Float32:
 def _write(address: Int64, value: Float32, kind: Int32) -> None:
     """One element of the type `kind`."""
     if kind == 3:
-        _element(Float32, address, Int64(0))[0] = value
+        element(Float32, address, Int64(0))[0] = value
     else:
-        _element(cutlass.Int16, address, Int64(0))[0] = _halves(value, value, kind).to(cutlass.Int16)
+        element(cutlass.Int16, address, Int64(0))[0] = _halves(value, value, kind).to(cutlass.Int16)
 
 
 @cute.jit

@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.experimental import primitives
 
-__all__ = ["PipelineState", "Tiles", "init_ring", "release", "wait_empty", "wait_full"]
+__all__ = ["PipelineState", "Tiles", "init_inbox", "init_ring", "release", "wait_empty", "wait_full"]
 
 
 class PipelineState:
@@ -62,6 +62,15 @@ def init_ring(
         for stage in cutlass.range_constexpr(stages):
             cute.arch.mbarrier_init(full + stage, 1)
             cute.arch.mbarrier_init(empty + stage, releases)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def init_inbox(inbox: cute.Pointer, consumers: cutlass.Constexpr) -> None:
+    """Initialize the barriers at which halves of tiles arrive, one a consumer: 1 arrival and their bytes."""
+    with cute.arch.elect_one():
+        for consumer in cutlass.range_constexpr(consumers):
+            cute.arch.mbarrier_init(inbox + consumer, 1)
     cute.arch.mbarrier_init_fence()
 
 

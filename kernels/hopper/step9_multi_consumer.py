@@ -11,8 +11,10 @@ Roles       warpgroup 0: producer, 40 registers: warp 0 loads by TMA, the others
 Barriers    full[s], empty[s]: see pipeline.py. Named, of one consumer: 10 + consumer, 128 threads, twice a
             staged tile (it is free; it is written). Of all: 9, before split-K reuses the ring;
             12 + consumer, 256 threads, ping-pong's turn. Cluster: barriers are initialized; split-K's parts
-            are there; nobody signals or reads a peer any more.
+            are there; nobody signals or reads a peer any more. inbox[consumer], of two blocks that divide K:
+            1 arrival and the bytes of half a tile, which the peer sends (consumer.py).
 Shared      128×256, 2×1: 4 × 49,152 B + 2 consumers × 2 tiles × 8,192 B = 229,376 B, and barriers 64 B.
+Files       this one: what is launched; producer.py and consumer.py: the roles; pipeline.py, epilogue.py.
 Limits      16-bit inputs that TMA can address; what it can't is packed by the launcher.
 
 min_blocks_per_mp=1 keeps setmaxnreg in the machine code: without it ptxas drops it silently.
@@ -33,9 +35,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from kernels.hopper.consumer import consume, reduce
 from kernels.hopper.epilogue import TILE_BYTES, Terms
 from kernels.hopper.marks import SILENT
-from kernels.hopper.pipeline import Tiles, init_ring
+from kernels.hopper.pipeline import Tiles, init_inbox, init_ring
 from kernels.hopper.producer import load_atom, major_of, produce, staged_layout
-from kernels.hopper.tilings import FAMILY, TILE_K, Tiling
+from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Tiling
 from kernels.problem import DType
 from kernels.targets import Function
 
@@ -207,6 +209,9 @@ class Gemm:
         smem = cutlass.utils.SmemAllocator()
         full = smem.allocate_array(Int64, t.stages)
         empty = smem.allocate_array(Int64, t.stages)
+        inbox = None
+        if cutlass.const_expr(t.exchanges):
+            inbox = smem.allocate_array(Int64, t.consumers)
         sx = smem.allocate_tensor(self.dtype, x_smem.outer, 1024, x_smem.inner)
         sy = smem.allocate_tensor(self.dtype, y_smem.outer, 1024, y_smem.inner)
         ring = sx.iterator.toint().to(Int32)
@@ -214,7 +219,11 @@ class Gemm:
         if cutlass.const_expr(self.out is not None):
             sd = smem.allocate_tensor(self.out, d_smem.outer, 1024, d_smem.inner)
             staging = sd.iterator.toint().to(Int32)
-        elif cutlass.const_expr(t.split == 1):
+            if cutlass.const_expr(
+                t.staging_bytes > t.consumers * STAGING_BYTES
+            ):  # halves of tiles come in here
+                smem.allocate(t.staging_bytes - t.consumers * STAGING_BYTES, 16)
+        elif cutlass.const_expr(not t.parks):
             staging = smem.allocate(t.staging_bytes, 1024).toint().to(Int32)
 
         # A consumer warp releases a stage to each block that writes into it: of the same p (shares X), or q (Y).
@@ -222,6 +231,8 @@ class Gemm:
         releases = 4 * consumers * (t.cluster_p + t.cluster_q - 1)
         if warp == 0:
             init_ring(full, empty, t.stages, releases)
+            if cutlass.const_expr(t.exchanges):
+                init_inbox(inbox, t.consumers)
         _sync_all(t.cluster)
         cute.arch.griddepcontrol_wait()
 
@@ -262,7 +273,7 @@ class Gemm:
                     terms,
                 )
             self.clock.watch(full, tiles, first, step, k_tiles, rank, warp, terms)
-            if cutlass.const_expr(t.split > 1):
+            if cutlass.const_expr(t.parks):
                 _meet()
         else:
             if cutlass.const_expr(t.consumers > 1):
@@ -280,6 +291,7 @@ class Gemm:
                 staging,
                 full,
                 empty,
+                inbox,
                 tiles,
                 first,
                 step,
@@ -292,10 +304,10 @@ class Gemm:
                 self.clock,
                 terms,
             )
-            if cutlass.const_expr(t.split > 1):
+            if cutlass.const_expr(t.parks):
                 _meet()
                 reduce(t, ring, tiles, first, rank_p, rank_q, part, group - 1, thread % 128, terms)
-        if cutlass.const_expr(t.cluster > 1):
+        if cutlass.const_expr(t.cluster > 1 and not t.exchanges):
             _meet()  # no block leaves while a peer may signal it or read from it
 
 

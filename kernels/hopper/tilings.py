@@ -6,7 +6,7 @@ Imports neither torch nor the compiler, nor estimates: what stands here decides 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.problem import DType
 
@@ -79,8 +79,25 @@ class Tiling:
         return (self.p + self.q) * TILE_K * 2
 
     @property
+    def exchanges(self) -> bool:
+        """Two blocks that divide K send each other half a tile."""
+        return self.split == 2 and self.sharing == 1 and self.q % 128 == 0
+
+    @property
+    def parks(self) -> bool:
+        """Blocks that divide K put their parts where the ring was, and each adds a share of the tile."""
+        return self.split > 1 and not self.exchanges
+
+    @property
+    def half(self) -> Tiling:
+        """The part of a tile that a block which exchanges writes out."""
+        return replace(self, q=self.q // 2)
+
+    @property
     def staging_bytes(self) -> int:
-        """Bytes through which results leave; split-K uses the ring again."""
+        """Bytes through which results leave, and through which halves come in; who parks uses the ring again."""
+        if self.exchanges:
+            return self.p * self.q // 2 * 4
         return 0 if self.split > 1 else self.consumers * STAGING_BYTES
 
     @property
@@ -133,7 +150,17 @@ FAMILY = (
     Member(Tiling(64, 64, consumers=1, swap=True), same=False, plain=True),
     Member(Tiling(64, 32, consumers=1, swap=True), same=False, plain=True),
     Member(Tiling(64, 16, consumers=1, swap=True), same=False, plain=True),
-    Member(Tiling(128, 256, split=3), same=False, plain=True),
-    Member(Tiling(128, 128, split=2), same=False, plain=True),
+    Member(Tiling(128, 256, split=2)),
+    Member(Tiling(128, 256, split=2, swap=True), same=False, plain=True),
+    Member(Tiling(128, 128, split=2), plain=True),
     Member(Tiling(64, 64, consumers=1, split=4), same=False, plain=True),
 )
+
+# What the grouped kernel is compiled for: one tiling for products of some size, one for small ones.
+GROUPED = (Tiling(128, 128), Tiling(64, 64, consumers=1))
+
+
+def grouped_function(tiling: Tiling, dtype: DType, trans_a: bool, trans_b: bool) -> str:
+    """Name of the function that computes a group of products of such inputs."""
+    layout = ("t" if trans_a else "n") + ("t" if trans_b else "n")
+    return f"step9_grouped_{tiling.name}_{dtype.value}_{layout}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("cutlass")
 from kernels import selftest
 from kernels.build import build
 from kernels.hopper.variants import variants
-from kernels.problem import Problem
+from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 from kernels.verify import check
 from tests.kernels.samples.step9 import NAMES
 
@@ -38,3 +39,29 @@ def test_it_is_right_and_free_of_races(root: Path, name: str) -> None:
     a, b, c, bias = selftest.host_operands(problem)
     verdict = check(problem, selftest.launch(chip, variant, problem, a, b, c, bias), a, b, c, bias)
     assert verdict.ok, verdict.detail
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("bias", [BiasDim.M, BiasDim.N])
+def test_tilings_of_one_order_along_k_have_equal_bits(
+    root: Path, activation: Activation, bias: BiasDim
+) -> None:
+    problem = Problem(
+        24, 72, 136, out_dtype=DType.FP16, epilogue=Epilogue(1.0 / 3.0, -0.7, True, bias, activation)
+    )
+    a, b, c, along = selftest.host_operands(problem)
+    found = {}
+    for name in NAMES:
+        variant = next(v for v in variants() if name in {each[0] for each in v.functions()})
+        if variant.order(problem) != "k16":
+            continue
+        chip = _chip(root, variant)
+        found[name] = selftest.launch(chip, variant, problem, a, b, c, along).tobytes()
+    assert len(found) >= 3
+    assert len(set(found.values())) == 1
+
+
+def _chip(root: Path, variant: Any) -> Any:
+    from kernels.virtual.runtime import VirtualRuntime
+
+    return VirtualRuntime("sm_90a", root=root, variants=[variant])

@@ -1,4 +1,4 @@
-"""Four functions of Hopper's Step 9, one of each way to share a tile: a whole family takes minutes to compile."""
+"""Seven functions of Hopper's Step 9, one of each way to share a tile: a whole family takes minutes to compile."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ NAMES = (
     "step9_128x128_2x1_pingpong_fp16_fp16_nn",
     "step9_64x64_split4_fp16_plain_nn",
     "step9_64x16_swap_fp16_plain_nn",
+    "step9_128x128_split2_fp16_fp16_nn",
+    "step9_128x256_split2_fp16_fp16_nn",
+    "step9_128x256_split2_swap_fp16_plain_nn",
 )
 
 
