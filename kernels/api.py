@@ -1,4 +1,4 @@
-"""`kernels.gemm`: receives torch tensors on a CPU or a GPU, hands on D = act(alpha·A·B + beta·C + bias).
+"""`kernels.gemm`, `gemm_grouped`: receive torch tensors of a CPU or GPU, hand on act(alpha·A·B + beta·C + bias).
 
 Any strides are taken: what TMA can't address is packed first (kernels/runtime.py). Work goes to the caller's
 current stream, and may be captured into a CUDA graph once the same product has run before.
@@ -6,6 +6,7 @@ current stream, and may be captured into a CUDA graph once the same product has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -70,6 +71,77 @@ def choice_for(problem: Problem, device: str | int = "cpu", variant: str = "auto
     return runtime(int(device)).choose(problem, variant)
 
 
+def gemm_grouped(
+    a: Sequence[Any],
+    b: Sequence[Any],
+    *,
+    c: Sequence[Any] | None = None,
+    bias: Sequence[Any] | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    bias_dim: Literal["n", "m"] = "n",
+    activation: Literal["none", "relu", "gelu", "silu"] | None = None,
+    out: Sequence[Any] | None = None,
+    out_dtype: Any = None,
+    precision: Literal["ieee", "tf32"] | None = None,
+    batch_invariant: bool = True,
+) -> list[Any]:
+    """As many products as `a` has, of any shapes: `gemm` of each, in as few launches as pays. Returns the results.
+
+    Sequences hold one tensor a product, as `gemm` takes it; all lie on one device. No tensor of `out` may share
+    memory with another product's tensors. Where the GPU has a grouped kernel, products of one input type and
+    layout share a launch if that is expected to be quicker; such a launch is not captured into a CUDA graph.
+    """
+    lists = {"a": a, "b": b, "c": c, "bias": bias, "out": out}
+    for name, each in lists.items():
+        if each is not None and len(each) != len(a):
+            raise ValueError(f"{name} has {len(each)} tensors, a has {len(a)}")
+    if any(x.device != a[0].device for x in a):
+        raise ValueError("all products of a group must be on one device")
+    calls = [_Call(*(None if each is None else each[i] for each in lists.values())) for i in range(len(a))]
+    problems = [
+        call.prepare(
+            Epilogue(
+                float(alpha),
+                call.beta(beta),
+                call.c is not None,
+                None if call.bias is None else BiasDim(bias_dim),
+                Activation(activation or "none"),
+            ),
+            out_dtype,
+            Precision(precision or "ieee"),
+            bool(batch_invariant),
+        )
+        for call in calls
+    ]
+    if out is not None:
+        _apart(calls)
+    if a and a[0].is_cuda:
+        import torch
+
+        there = [(problem, call) for problem, call in zip(problems, calls, strict=True) if call.d.numel()]
+        with torch.cuda.device(a[0].device):
+            runtime(a[0].device.index).run_group([(problem, call.operands) for problem, call in there])
+    else:
+        for problem, call in zip(problems, calls, strict=True):
+            _on_cpu(problem, call, "auto")
+    return [call.result for call in calls]
+
+
+def _apart(calls: Sequence[_Call]) -> None:
+    """Raise ValueError where a result shares memory with another product's tensors."""
+    for i, writer in enumerate(calls):
+        for j, other in enumerate(calls):
+            for name in ("a", "b", "c", "bias", "d"):
+                x = getattr(other, name)
+                if i != j and x is not None and overlap(writer.d, _flat(x)):
+                    raise ValueError(f"out of product {i} overlaps {name} of product {j}")
+
+
+def _flat(x: Any) -> Any:
+    return x if x.dim() == 3 else x.view(1, 1, -1)  # a bias
+
+
 class _Call:
     """The tensors of one call, checked, as three-dimensional views."""
 
@@ -94,6 +166,11 @@ class _Call:
         self.out = out
         self.d: Any
         self.result: Any
+
+    @property
+    def operands(self) -> Operands:
+        """As the runtime takes them, once prepared."""
+        return Operands(self.a, self.b, self.d, self.c, self.bias)
 
     def beta(self, beta: float | None) -> float:
         """The factor of C."""
@@ -229,7 +306,7 @@ def _span(x: Any) -> tuple[int, int]:
 
 
 def _on_gpu(gpu: Runtime, problem: Problem, call: _Call, variant: str) -> None:
-    gpu.run(problem, Operands(call.a, call.b, call.d, call.c, call.bias), variant)
+    gpu.run(problem, call.operands, variant)
 
 
 @lru_cache(maxsize=1024)
@@ -254,4 +331,4 @@ def _array(x: Any) -> Any:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-__all__ = ["DType", "Unsupported", "choice_for", "gemm", "overlap"]
+__all__ = ["DType", "Unsupported", "choice_for", "gemm", "gemm_grouped", "overlap"]

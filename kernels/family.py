@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from kernels import reference
 from kernels.cublas import Cublas
+from kernels.group import GroupVariant
 from kernels.selector import Variant
 
 FOLDERS = {"sm_90a": "hopper", "sm_100a": "blackwell", "sm_103a": "blackwell"}
@@ -21,6 +22,13 @@ def own(arch: str) -> tuple[Variant, ...]:
     if arch not in FOLDERS or find_spec(name) is None:
         return ()
     return tuple(import_module(name).variants())
+
+
+def grouped(arch: str) -> tuple[GroupVariant, ...]:
+    """Kernels of an architecture that compute a list of unlike products in one launch."""
+    if arch != "sm_90a":
+        return ()
+    return tuple(import_module("kernels.hopper.variants").grouped())
 
 
 def variants(arch: str) -> tuple[Variant, ...]:

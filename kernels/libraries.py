@@ -154,6 +154,13 @@ class Libraries:
         stem = info.library if suffix == "so" else name
         return self.root / self.manifest.arch / info.folder / f"{stem}.{suffix}"
 
+    @property
+    def driver(self) -> Path:
+        """The library that answers for CUDA: the compiler's run-time library, or its stand-in."""
+        path = self._stand_in or self.root / RUNTIME
+        check_private(path)
+        return path
+
     def load(self, name: str) -> Callable[..., Any]:
         """The callable `name`, its library opened if it isn't yet."""
         library = self.path(name)

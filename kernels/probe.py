@@ -154,7 +154,7 @@ def gpu(index: int) -> Tester:
     from kernels.runtime import Runtime
 
     runtime = Runtime.of(index)
-    by_name = {each.name: each for each in runtime.variants}
+    by_name = {each.name: each for each in (*runtime.variants, *runtime.grouped)}
 
     def test(name: str) -> Outcome:
         variant = by_name[name]
@@ -185,7 +185,8 @@ def admit(
     """
     kept = Kept(folder or default_folder(), runtime.device.key, runtime.build_hash)
     known = kept.read()
-    names = [each.name for each in runtime.variants if each.name not in runtime.barred]
+    every = (*runtime.variants, *runtime.grouped)
+    names = [each.name for each in every if each.name not in runtime.barred]
     for name in names:
         if name != cublas.NAME and name not in known:
             runtime.bar(name, WAITING)

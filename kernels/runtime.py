@@ -15,12 +15,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from kernels import cublas, family
+from kernels import cublas, family, group
 from kernels.call import Compiled, Strides, code_of
 from kernels.device import Device, describe_cuda
+from kernels.group import GroupVariant
 from kernels.libraries import FunctionInfo, Libraries, NotBuilt, UntrustedFolder
 from kernels.problem import DType, Problem
-from kernels.selector import Choice, Variant, choose, invariant_class
+from kernels.selector import Choice, Reason, Variant, choose, invariant_class
 
 log = logging.getLogger("gemm.kernels")
 
@@ -102,11 +103,13 @@ class Runtime:
         self.place = place
         self.libraries = libraries or Libraries(device.arch)
         self.variants: tuple[Variant, ...] = tuple(variants or family.variants(device.arch))
-        self._by_name = {each.name: each for each in self.variants}
+        self.grouped: tuple[GroupVariant, ...] = () if variants else family.grouped(device.arch)
+        self._by_name: dict[str, Variant] = {each.name: each for each in (*self.variants, *self.grouped)}
         self._barred: dict[str, str] = {}
         self._table: dict[str, float] = {}
         self._ready: dict[str, _Ready] = {}
         self._proven: set[str] = set()
+        self._unequal: set[str] = set()
         self._check = check
         self._lock = threading.RLock()
         self._plan = lru_cache(PLANS)(self._choose_now)
@@ -148,6 +151,7 @@ class Runtime:
             if not equal_bits:
                 each = self._by_name[variant]
                 self.variants = tuple(Unequal(v) if v is each else v for v in self.variants)
+                self._unequal.add(variant)
             self._forget_plans()
 
     def measured(self, table: Mapping[str, float]) -> None:
@@ -188,6 +192,107 @@ class Runtime:
             log.error("variant %s is quarantined: %s", choice.variant, wrong)
             self.bar(choice.variant, wrong)
 
+    def run_group(
+        self,
+        items: Sequence[tuple[Problem, Operands]],
+        *,
+        before: Callable[[], object] = lambda: None,
+    ) -> list[Choice]:
+        """Queue unlike products on the current stream; returns what computed each, in order. Raises Unsupported.
+
+        Those of one input type and layout go into one launch where that is expected to be quicker than one after
+        the other. No D may overlap another item's operands. Not to be captured into a CUDA graph: the launch reads
+        a table that lives until it has run. before: as in `run`.
+        """
+        choices: dict[int, Choice] = {}
+        for variant, numbers in self._groups([problem for problem, _ in items]):
+            wrong = self._unproven(variant, as_packed(items[numbers[0]][0]))
+            if wrong is not None:
+                log.error("variant %s is quarantined: %s", variant.name, wrong)
+                self.bar(variant.name, wrong)
+                continue
+            before()
+            before = _nothing
+            self.launch_group(variant, [items[number] for number in numbers])
+            seconds = variant.seconds_together([items[n][0] for n in numbers], self.device)
+            why = f"one launch for {len(numbers)} products, {seconds * 1e6:.1f} µs estimated"
+            choices |= dict.fromkeys(
+                numbers, Choice(variant.name, Reason.ESTIMATE, why, seconds / len(numbers))
+            )
+        for number, (problem, operands) in enumerate(items):
+            if number not in choices:
+                choices[number] = self.run(problem, operands, before=before)
+                before = _nothing
+        return [choices[number] for number in range(len(items))]
+
+    def _groups(self, problems: Sequence[Problem]) -> list[tuple[GroupVariant, list[int]]]:
+        """Sets of at least two problems, by number, that gain by sharing a launch, and by which kernel."""
+        alike: dict[tuple[DType, bool, bool], list[int]] = {}
+        for number, problem in enumerate(problems):
+            alike.setdefault((problem.dtype, problem.trans_a, problem.trans_b), []).append(number)
+        found = []
+        for numbers in alike.values():
+            best: tuple[float, GroupVariant, list[int]] | None = None
+            for variant in self.grouped:
+                able = [n for n in numbers if self._may_join(variant, problems[n])]
+                if len(able) < 2:
+                    continue
+                tidy = [as_packed(problems[n]) for n in able]
+                saved = sum(self.choose(each).seconds for each in tidy)
+                saved -= variant.seconds_together(tidy, self.device)
+                if saved > 0 and (best is None or saved > best[0]):
+                    best = saved, variant, able
+            if best is not None:
+                found.append(best[1:])
+        return found
+
+    def _may_join(self, variant: GroupVariant, problem: Problem) -> bool:
+        """Whether a problem may be computed in a group by this kernel, with the bits that were promised."""
+        tidy = as_packed(problem)
+        if variant.name in self._barred or variant.unsupported(tidy, self.device) is not None:
+            return False
+        if problem.batch_invariant:
+            order = self._class(replace(_kind(tidy), m=1, batch=1))
+            if variant.name in self._unequal or variant.order(tidy) != order:
+                return False
+        return self.has(variant, tidy)
+
+    def launch_group(
+        self, variant: GroupVariant, items: Sequence[tuple[Problem, Operands]], *, blocks: int | None = None
+    ) -> None:
+        """Queue products of one type and layout as one launch. Raises NotLoaded while a graph is captured."""
+        import torch
+
+        if _capturing():
+            raise NotLoaded(
+                "a group can't be captured into a CUDA graph: its table would be gone by the replay"
+            )
+        first = as_packed(items[0][0])
+        ready = self._load(variant.function(first))
+        prepared = [self._prepare(problem, operands) for problem, operands in items]
+        data, total = group.table(
+            [_product(problem, each) for (problem, _), each in zip(items, prepared, strict=True)],
+            *variant.tile,
+            variant.raster(first, self.device),
+            group.encoder(str(self.libraries.driver)),
+        )
+        host = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        # Page-locked, so that the copy waits for nothing; torch keeps both until the stream is through with them.
+        table = host if self.place == "cpu" else host.pin_memory().to(self.place, non_blocking=True)
+        ready.call(_aligned_table(table), len(items), total, blocks or ready.ctas)
+
+    def _prepare(self, problem: Problem, operands: Operands) -> Operands:
+        """Operands as a kernel reads them: packed where TMA can't address them, C and bias in types it knows."""
+        pack = self._load(PACK).call if PACK in self.libraries.manifest.functions else None
+        d, tail = operands.d, problem.epilogue
+        return Operands(
+            packed(operands.a, pack, problem.trans_a),
+            packed(operands.b, pack, problem.trans_b),
+            d,
+            _readable(operands.c).expand(d.shape) if tail.reads_c else None,
+            _readable(operands.bias).contiguous() if tail.bias is not None else None,
+        )
+
     def launch(
         self, variant: Variant, problem: Problem, operands: Operands, *, blocks: int | None = None
     ) -> None:
@@ -195,14 +300,14 @@ class Runtime:
 
         blocks: how many a persistent kernel may use, by default as many as the device holds.
         """
+        if variant in self.grouped:
+            self.launch_group(variant, [(problem, operands)], blocks=blocks)
+            return
         compiled = cast(Compiled, variant)
-        pack = self._load(PACK).call if PACK in self.libraries.manifest.functions else None
-        a, b = packed(operands.a, pack, problem.trans_a), packed(operands.b, pack, problem.trans_b)
+        given = self._prepare(problem, operands)
+        a, b, c, d, bias, tail = given.a, given.b, given.c, given.d, given.bias, problem.epilogue
         fitting = as_packed(problem)
         ready = self._load(compiled.function(fitting))
-        d, tail = operands.d, problem.epilogue
-        c = _readable(operands.c).expand(d.shape) if tail.reads_c else None
-        bias = _readable(operands.bias).contiguous() if tail.bias is not None else None
         ready.call(
             a,
             b,
@@ -250,7 +355,7 @@ class Runtime:
 
     def _bar_unbuilt(self) -> None:
         functions = self.libraries.manifest.functions
-        for each in self.variants:
+        for each in (*self.variants, *self.grouped):
             if each.name == cublas.NAME:
                 continue
             if not functions:
@@ -297,6 +402,39 @@ class Runtime:
         except (NotBuilt, UntrustedFolder) as reason:
             return str(reason)
         return None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _product(problem: Problem, given: Operands) -> group.Product:
+    """A product as a table of a group describes it."""
+    a, b, c, d, bias = given.a, given.b, given.c, given.d, given.bias
+    return group.Product(
+        problem,
+        group.Place(a.data_ptr(), a.shape[0], *a.stride()),
+        group.Place(b.data_ptr(), b.shape[0], b.stride(0), b.stride(2), b.stride(1)),
+        d.data_ptr(),
+        d.stride(),
+        0 if c is None else c.data_ptr(),
+        (0, 0, 0) if c is None else c.stride(),
+        0 if bias is None else bias.data_ptr(),
+        code_of(problem, c=_dtype_of(c), bias=_dtype_of(bias)),
+    )
+
+
+def _aligned_table(table: Any) -> Any:
+    """The table at a multiple of 128 bytes, where the driver wants tensor maps: as it is on a GPU."""
+    import torch
+
+    if table.data_ptr() % 128 == 0:
+        return table
+    room = torch.empty(table.numel() + 16, dtype=table.dtype, device=table.device)
+    start = -room.data_ptr() % 128 // 8
+    placed = room[start : start + table.numel()]
+    placed.copy_(table)
+    return placed
 
 
 def resident_blocks(info: FunctionInfo, device: Device) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from kernels import cublas
 from kernels.elementwise import NUMPY, Array
+from kernels.group import GroupVariant
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 from kernels.selector import Variant
 from kernels.verify import check
@@ -55,9 +56,28 @@ def everything(runtime: Runtime, variant: Variant) -> str | None:
             continue
         ran = True
         because = failure(runtime, variant, problem)
+        if because is None and variant in runtime.grouped:
+            because = together(runtime, variant, problem)
         if because is not None:
             return because
     return None if ran else "none of its functions is built"
+
+
+def together(runtime: Runtime, variant: GroupVariant, kind: Problem) -> str | None:
+    """Why a grouped kernel is wrong for unlike products of these types and layouts in one launch, or None."""
+    from kernels.runtime import Operands
+
+    group = []
+    for number, (m, n, k, tail, _) in enumerate(CASES):
+        problem = replace(kind, m=m, n=n, k=k, batch=1, lda=0, ldb=0, ldc=0, ldd=0, epilogue=tail)
+        given = host_operands(problem, seed=number)
+        group.append((problem, given, device_operands(runtime, problem, *given)))
+    runtime.launch_group(variant, [(problem, Operands(*there)) for problem, _, there in group])
+    for problem, given, there in group:
+        verdict = check(problem, to_host(there[2][0]), *given)
+        if not verdict.ok:
+            return f"wrong at {problem.m}×{problem.n}×{problem.k} in a group: {verdict.detail}"
+    return None
 
 
 def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
@@ -124,9 +144,21 @@ def launch(
     blocks: int | None = None,
 ) -> Array:
     """D of one variant, computed on the device (by so many blocks), on the host."""
-    import torch
-
     from kernels.runtime import Operands
+
+    operands = Operands(*device_operands(runtime, problem, a, b, c, bias))
+    if variant.name == cublas.NAME:
+        cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
+    else:
+        runtime.launch(variant, problem, operands, blocks=blocks)
+    return to_host(operands.d[0])
+
+
+def device_operands(
+    runtime: Runtime, problem: Problem, a: Array, b: Array, c: Array | None = None, bias: Array | None = None
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Logical A, B, a D full of NaN, C and bias on the device, in the order of `runtime.Operands`."""
+    import torch
 
     left, right = (to_device(x, runtime.place)[None] for x in (a, b))
     left = left.transpose(1, 2) if problem.trans_a else left
@@ -136,12 +168,7 @@ def launch(
     d = torch.full((1, problem.m, problem.n), torch.nan, dtype=kind, device=runtime.place)
     third = None if c is None else to_device(c, runtime.place)[None]
     line = None if bias is None else to_device(bias, runtime.place)
-    operands = Operands(left, right, d, third, line)
-    if variant.name == cublas.NAME:
-        cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
-    else:
-        runtime.launch(variant, problem, operands, blocks=blocks)
-    return to_host(d[0])
+    return left, right, d, third, line
 
 
 def to_device(x: Array, place: str) -> Any:

@@ -5,11 +5,11 @@ Imports neither torch nor the compiler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kernels.device import Device
-from kernels.hopper.tilings import FAMILY, INPUTS, PLAIN, TILE_K, Member, Tiling
+from kernels.hopper.tilings import FAMILY, GROUPED, INPUTS, PLAIN, TILE_K, Member, Tiling, grouped_function
 from kernels.problem import DType, Problem
 
 LARGEST = 2**31 - 512  # sizes are 32-bit, and a tile may reach past the edge
@@ -38,20 +38,10 @@ class Step9:
 
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """None where it takes the problem, else why not (reads on from "because")."""
-        lda, ldb, _, _ = problem.leading
-        reasons = (
-            (device.arch != "sm_90a", f"it is compiled for sm_90a, not {device.arch}"),
-            (problem.dtype not in INPUTS, f"its inputs are fp16 or bf16, not {problem.dtype}"),
-            (problem.out_dtype is DType.FP64, "it doesn't write fp64"),
-            (min(problem.m, problem.n, problem.k, problem.batch) < 1, "there is nothing to multiply"),
-            (max(problem.m, problem.n, problem.k) > LARGEST, "its sizes are 32-bit"),
-            (lda % 8 != 0 or ldb % 8 != 0, "TMA needs rows of A and B in multiples of 16 bytes"),
-            (
-                self._store(problem) is None,
-                f"it has no function that writes {problem.out_dtype} of this shape and alignment",
-            ),
-        )
-        return next((why for applies, why in reasons if applies), None)
+        because = _unsupported(problem, device)
+        if because is None and self._store(problem) is None:
+            because = f"it has no function that writes {problem.out_dtype} of this shape and alignment"
+        return because
 
     def function(self, problem: Problem) -> str:
         """Name of the compiled function."""
@@ -89,25 +79,21 @@ class Step9:
         clusters = self._clusters(problem)
         waves = _ceil(clusters, max(1, _resident(device, t.cluster) // t.cluster))
         steps = _ceil(_ceil(problem.k, TILE_K), t.split)
-        flops = 2 * t.p * t.q * TILE_K
-        sent = int((t.p / t.cluster_q + t.q / t.cluster_p) * TILE_K * 2)
-        per_sm = device.peak_flops.get(problem.dtype.value, 1e15) / max(1, device.sms)
-        step = max(flops / (per_sm * EFFICIENCY), sent / SENT_RATE, t.stage_bytes / ARRIVING_RATE)
+        step = _step_seconds(t, problem, device)
         tail = t.p * t.q * problem.out_dtype.itemsize / DRAIN_RATE
         if self._store(problem) == PLAIN:
             tail *= PLAIN_COST
         if t.pingpong:
             tail /= 2
-        if t.split > 1:
+        if t.exchanges:
+            tail = tail / 2 + EXCHANGE_SECONDS
+        elif t.split > 1:
             tail += REDUCE_SECONDS
         work = waves * (steps * step + tail)
         memory = (problem.bytes_read + problem.bytes_written) / (READ_SHARE * device.bandwidth)
-        all_steps = clusters * t.cluster * steps
-        power = (
-            all_steps * (flops / CAPPED_FLOPS + sent / CAPPED_BYTES) * 700.0 / (device.power_watts or 700.0)
-        )
+        power = clusters * t.cluster * steps * _step_energy(t, device)
         start = LAUNCH_SECONDS + (CLUSTER_SECONDS if t.cluster > 1 else 0.0)
-        return start + (memory**SOFT + work**SOFT + power**SOFT) ** (1 / SOFT)
+        return start + _soft(memory, work, power)
 
     def _clusters(self, problem: Problem) -> int:
         """Tiles, each of a whole cluster."""
@@ -141,6 +127,8 @@ CAPPED_BYTES = 4.7e13
 LAUNCH_SECONDS = 1.1e-6
 CLUSTER_SECONDS = 0.9e-6
 REDUCE_SECONDS = 6e-6
+EXCHANGE_SECONDS = 2e-6  # not measured yet
+TABLE_SECONDS = 4e-6  # of a group: its table's copy to the device, tensor maps fetched from memory
 SOFT = 3.3  # of the times the longest counts, a little more where they are equal
 
 
@@ -153,6 +141,111 @@ def _resident(device: Device, cluster: int) -> int:
     return device.sms if cluster <= 2 else device.sms * 10 // 11
 
 
+def _unsupported(problem: Problem, device: Device) -> str | None:
+    """Why no kernel of Step 9 takes a problem, if so."""
+    lda, ldb, _, _ = problem.leading
+    reasons = (
+        (device.arch != "sm_90a", f"it is compiled for sm_90a, not {device.arch}"),
+        (problem.dtype not in INPUTS, f"its inputs are fp16 or bf16, not {problem.dtype}"),
+        (problem.out_dtype is DType.FP64, "it doesn't write fp64"),
+        (min(problem.m, problem.n, problem.k, problem.batch) < 1, "there is nothing to multiply"),
+        (max(problem.m, problem.n, problem.k) > LARGEST, "its sizes are 32-bit"),
+        (lda % 8 != 0 or ldb % 8 != 0, "TMA needs rows of A and B in multiples of 16 bytes"),
+    )
+    return next((why for applies, why in reasons if applies), None)
+
+
+def _step_costs(t: Tiling) -> tuple[int, int]:
+    """FLOPs of a block's step along K, and bytes that L2 sends for it."""
+    return 2 * t.p * t.q * TILE_K, int((t.p / t.cluster_q + t.q / t.cluster_p) * TILE_K * 2)
+
+
+def _step_seconds(t: Tiling, problem: Problem, device: Device) -> float:
+    """Time of a block's step along K, the power cap aside."""
+    flops, sent = _step_costs(t)
+    per_sm = device.peak_flops.get(problem.dtype.value, 1e15) / max(1, device.sms)
+    return max(flops / (per_sm * EFFICIENCY), sent / SENT_RATE, t.stage_bytes / ARRIVING_RATE)
+
+
+def _step_energy(t: Tiling, device: Device) -> float:
+    """Seconds that a block's step along K takes of the whole chip's time under its power cap."""
+    flops, sent = _step_costs(t)
+    return (flops / CAPPED_FLOPS + sent / CAPPED_BYTES) * 700.0 / (device.power_watts or 700.0)
+
+
+def _soft(*seconds: float) -> float:
+    """About the longest of several times."""
+    return float(sum(each**SOFT for each in seconds) ** (1 / SOFT))
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """The grouped kernel in one tiling: for a list of products, so no candidate for one alone."""
+
+    tiling: Tiling
+
+    @property
+    def step(self) -> int:
+        """Rung of the ladder."""
+        return 9
+
+    @property
+    def name(self) -> str:
+        """Such as "step9-grouped-128x128"."""
+        return f"step9-grouped-{self.tiling.name}"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of D that a block computes at a time."""
+        return self.tiling.p, self.tiling.q
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """None where it takes the problem, else why not (reads on from "because")."""
+        return _unsupported(problem, device)
+
+    def function(self, problem: Problem) -> str:
+        """Name of the compiled function."""
+        return grouped_function(self.tiling, problem.dtype, problem.trans_a, problem.trans_b)
+
+    def order(self, problem: Problem) -> str | None:
+        """Order along K: 16 at a time into one fp32 accumulator."""
+        return "k16"
+
+    def blocks(self, problem: Problem, resident: int) -> int:
+        """As many as there are."""
+        return resident
+
+    def raster(self, problem: Problem, device: Device) -> int:
+        """Groups of 8 rows of tiles."""
+        return 8
+
+    def seconds(self, problem: Problem, device: Device) -> float:
+        """A group of one."""
+        return self.seconds_together([problem], device)
+
+    def seconds_together(self, problems: Sequence[Problem], device: Device) -> float:
+        """Launch, the table's copy, then about the longest of: memory's time, all tiles over all SMs or the
+        longest tile, the power cap's.
+        """
+        t = self.tiling
+        total, longest, power, moved = 0.0, 0.0, 0.0, 0
+        for each in problems:
+            tiles, steps = each.batch * _ceil(each.m, t.p) * _ceil(each.n, t.q), _ceil(each.k, TILE_K)
+            tail = PLAIN_COST * t.p * t.q * each.out_dtype.itemsize / DRAIN_RATE
+            one = steps * _step_seconds(t, each, device) + tail
+            total += one * tiles
+            longest = max(longest, one)
+            power += tiles * steps * _step_energy(t, device)
+            moved += each.bytes_read + each.bytes_written
+        memory = moved / (READ_SHARE * device.bandwidth)
+        return LAUNCH_SECONDS + TABLE_SECONDS + _soft(memory, max(total / max(1, device.sms), longest), power)
+
+
 def variants() -> tuple[Step9, ...]:
     """The family."""
     return tuple(Step9(member) for member in FAMILY)
+
+
+def grouped() -> tuple[Grouped, ...]:
+    """The tilings of the grouped kernel."""
+    return tuple(Grouped(tiling) for tiling in GROUPED)

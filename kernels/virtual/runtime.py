@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels import device, family
+from kernels.group import GroupVariant
 from kernels.libraries import Libraries
 from kernels.problem import Problem
 from kernels.runtime import Check, Operands, Runtime, _Ready
@@ -44,11 +45,14 @@ class VirtualRuntime(Runtime):
         super().__init__(
             chip, libraries=libraries, variants=variants or family.own(arch), check=check, place="cpu"
         )
+        if variants is None:
+            self.grouped = family.grouped(arch)
+            self._by_name |= {each.name: each for each in self.grouped}
         self.reports: list[Report] = []
         self._options = Options(sms=sms, detect=detect)
         self._schedules = schedules
         self._tensors: dict[str, Any] = {}
-        self._launching = threading.Lock()
+        self._launching = threading.RLock()
 
     def launch(
         self, variant: Variant, problem: Problem, operands: Operands, *, blocks: int | None = None
@@ -58,6 +62,21 @@ class VirtualRuntime(Runtime):
             given = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
             self._tensors = {name: x for name, x in given.items() if x is not None}
             super().launch(variant, problem, operands, blocks=blocks)
+
+    def launch_group(
+        self, variant: GroupVariant, items: Sequence[tuple[Problem, Operands]], *, blocks: int | None = None
+    ) -> None:
+        """Execute one launch for several products. Raises Misbehaved."""
+        with self._launching:
+            self._tensors = {}
+            super().launch_group(variant, items, blocks=blocks)
+
+    def _prepare(self, problem: Problem, operands: Operands) -> Operands:
+        given = super()._prepare(problem, operands)
+        number = len(self._tensors)  # a group's operands don't come as arguments
+        found = {name: getattr(given, name) for name in ("a", "b", "c", "d", "bias")}
+        self._tensors |= {f"{name} ({number})": x for name, x in found.items() if x is not None}
+        return given
 
     def _load(self, name: str) -> _Ready:
         ready = super()._load(name)

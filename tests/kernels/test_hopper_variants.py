@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kernels.device import B200, H200
-from kernels.hopper.tilings import SMEM_BYTES, Member, Tiling
-from kernels.hopper.variants import Step9, variants
+from kernels.hopper.tilings import INPUTS, SMEM_BYTES, Member, Tiling, grouped_function
+from kernels.hopper.variants import Step9, grouped, variants
 from kernels.problem import DType, Epilogue, Problem
 from kernels.selector import choose
 
@@ -18,6 +18,13 @@ BASE = FAMILY[0]
 
 def test_a_family_stays_under_two_hundred_functions_with_names_of_their_own() -> None:
     names = [name for variant in variants() for name, *_ in variant.functions()]
+    names += [
+        grouped_function(each.tiling, dtype, trans_a, trans_b)
+        for each in grouped()
+        for dtype in INPUTS
+        for trans_a in (False, True)
+        for trans_b in (False, True)
+    ]
     assert len(names) == len(set(names)) < 200
 
 
@@ -26,7 +33,7 @@ def test_each_fits_shared_memory_with_at_least_three_stages() -> None:
         t = variant.tiling
         assert t.stages >= 3
         assert t.stages * t.stage_bytes + t.staging_bytes + 16 * t.stages < SMEM_BYTES
-        if t.split > 1:  # the parts are parked in the ring's place
+        if t.parks:  # the parts are parked in the ring's place
             assert t.p * t.q * 4 <= t.stages * t.stage_bytes
 
 
