@@ -89,6 +89,10 @@ class Slot:
         self.slots._move(self, state)
 
 
+#: What of a request is at fault where a slot can't be had, by the slot's state.
+_FIELDS = {"request": "body", "reply": "out"}
+
+
 class Slots:
     """Allocator over an arena, for one thread (the front's loop): lowest address first, neighbours merged.
 
@@ -113,9 +117,14 @@ class Slots:
     def allocate(self, nbytes: int, *, owner: str = "", state: str = "request") -> Slot:
         """A slot of at least `nbytes` (zero takes one page).
 
-        Raises ServiceError no_room where no free piece is large enough or the owner's share is used up.
+        Raises ServiceError no_room where no free piece is large enough or the owner's share is used up, too_large
+        where it never will be.
         """
         need = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        largest = self.share if owner and state != "tensor" else self.arena.size
+        if need > largest:
+            detail = f"{nbytes} bytes are above what may be held at once"
+            raise ServiceError("too_large", detail, field=_FIELDS.get(state), limit=largest)
         if owner and state != "tensor" and self._by_owner[owner] + need > self.share:
             raise ServiceError(
                 "no_room",

@@ -58,6 +58,8 @@ class ServiceError(Exception):
         self.limit = limit
         self.retry_after = retry_after
         self.headers = headers or {}
+        #: The stage word of where it was refused, for the log; "" where that was no stage of a product.
+        self.stage = ""
 
     @property
     def status(self) -> int:

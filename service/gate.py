@@ -165,6 +165,7 @@ class Gate:
             seconds=round(seconds, 6),
             sent_bytes=reply.sent_bytes,
             **({"refused": reply.refused} if reply.refused else {}),
+            **({"stage": reply.stage} if reply.stage else {}),
             **{f"{stage}_seconds": round(took, 6) for stage, took in stages.items()},
         )
 
@@ -215,7 +216,7 @@ class _Reply:
         self.status = 0
         self.sent_bytes = 0
         self.complete = False
-        self.refused = ""
+        self.refused = self.stage = ""
         self._left = False
 
     async def __call__(self, message: Message) -> None:
@@ -244,7 +245,7 @@ class _Reply:
             self.left = True
             return
         problem = translate(error)
-        self.refused = problem.code
+        self.refused, self.stage = problem.code, problem.stage
         if problem.code == "internal":
             _log.error("unhandled", exception=error, route=getattr(self._scope.get("route"), "path", ""))
         if self.status:

@@ -8,7 +8,7 @@ an argument.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from service.errors import ServiceError
 from service.session import Session, Transactions
@@ -158,13 +158,13 @@ class Journal:
             )
         return job
 
-    async def find(self, owner: str, job: str) -> JobRow | None:
-        """The owner's job."""
-        return await self.database.read(lambda db: _find(db, owner, job))
+    async def find(self, owner: str, job: str, now: float, ttl: float) -> JobRow | None:
+        """The owner's job, as the sweep would leave it now."""
+        return await self.database.read(lambda db: _find(db, owner, job, now, ttl))
 
-    async def page(self, owner: str, before: str, limit: int) -> list[JobRow]:
-        """Up to `limit` of the owner's jobs, newest first, older than `before` ("" for the newest)."""
-        return await self.database.read(lambda db: _page(db, owner, before, limit))
+    async def page(self, owner: str, before: str, limit: int, now: float, ttl: float) -> list[JobRow]:
+        """Up to `limit` of the owner's jobs, newest first, older than `before` ("" for the newest), likewise."""
+        return await self.database.read(lambda db: _page(db, owner, before, limit, now, ttl))
 
     async def expire(self, now: float, ttl: float) -> list[str]:
         """Let go of results older than `ttl` and forget old keys; the contents that were let go."""
@@ -225,12 +225,17 @@ def _seen(db: Session, key: Key, now: float) -> tuple[str, str] | None:
     return row
 
 
-def _job(db: Session, row: tuple[str, str, float, str, float | None, int]) -> JobRow:
+def _job(db: Session, row: tuple[str, str, float, str, float | None, int], since: float = 0.0) -> JobRow:
+    """A job with its steps; results of one that finished by `since` are gone, swept or not."""
     steps = tuple(
         StepRow(*step)
         for step in db.execute(f"SELECT {_STEP} FROM steps WHERE job = ? ORDER BY position", (row[0],))
     )
-    return JobRow(*row[:5], expired=bool(row[5]), steps=steps)
+    finished = row[4]
+    expired = bool(row[5]) or (finished is not None and finished <= since)
+    if expired:
+        steps = tuple(replace(step, result=None) for step in steps)
+    return JobRow(*row[:5], expired=expired, steps=steps)
 
 
 _JOB = "SELECT id, owner, accepted, state, finished, expired FROM jobs"
@@ -241,9 +246,11 @@ def _unfinished(db: Session) -> list[JobRow]:
     return [_job(db, row) for row in rows]
 
 
-def _find(db: Session, owner: str, job: str) -> JobRow | None:
-    row = db.execute(f"{_JOB} WHERE id = ? AND owner = ?", (job, owner)).fetchone()
-    return None if row is None else _job(db, row)
+#: A job that the sweep would leave: not expired, or a key can still ask for it.
+_LEFT = (
+    "(finished IS NULL OR finished > ? OR EXISTS "
+    "(SELECT 1 FROM idempotency WHERE job = jobs.id AND created > ?))"
+)
 
 
 def jobs_of(db: Session, ids: Iterable[str]) -> list[JobRow]:
@@ -252,10 +259,19 @@ def jobs_of(db: Session, ids: Iterable[str]) -> list[JobRow]:
     return [_job(db, row) for row in rows if row is not None]
 
 
-def _page(db: Session, owner: str, before: str, limit: int) -> list[JobRow]:
+def _find(db: Session, owner: str, job: str, now: float, ttl: float) -> JobRow | None:
+    left = (now - ttl, now - IDEMPOTENCY_SECONDS)
+    row = db.execute(f"{_JOB} WHERE id = ? AND owner = ? AND {_LEFT}", (job, owner, *left)).fetchone()
+    return None if row is None else _job(db, row, now - ttl)
+
+
+def _page(db: Session, owner: str, before: str, limit: int, now: float, ttl: float) -> list[JobRow]:
     older = "AND id < ?" if before else "AND ? = ''"
-    rows = db.execute(f"{_JOB} WHERE owner = ? {older} ORDER BY id DESC LIMIT ?", (owner, before, limit))
-    return [_job(db, row) for row in rows.fetchall()]
+    rows = db.execute(
+        f"{_JOB} WHERE owner = ? {older} AND {_LEFT} ORDER BY id DESC LIMIT ?",
+        (owner, before, now - ttl, now - IDEMPOTENCY_SECONDS, limit),
+    )
+    return [_job(db, row, now - ttl) for row in rows.fetchall()]
 
 
 def _due(db: Session, now: float, ttl: float) -> bool:

@@ -56,10 +56,14 @@ class Principal:
     key_id: str = ""
     quota: Quota = Quota()
 
-    def require(self, scope: str) -> None:
-        """Raises ServiceError forbidden where the key lacks `scope`; admin has them all."""
-        if scope not in self.scopes and "admin" not in self.scopes:
-            raise ServiceError("forbidden", f"this key lacks the scope {scope!r}", field="Authorization")
+    def may(self, scope: str) -> bool:
+        """Whether the key has `scope`; admin has them all."""
+        return scope in self.scopes or "admin" in self.scopes
+
+    def require(self, scope: str, *, field: str = "Authorization") -> None:
+        """Raises ServiceError forbidden where the key lacks `scope`, which `field` asks for."""
+        if not self.may(scope):
+            raise ServiceError("forbidden", f"this key lacks the scope {scope!r}", field=field)
 
 
 #: Who acts where no keys are configured.

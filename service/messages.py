@@ -179,9 +179,11 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """What the worker tells unasked, for metrics: gauges by name and labels, quarantined variants and why."""
+    """What the worker tells unasked, for metrics: the device's memory by state (cached, only, reserved), variants that
+    are quarantined and why, and what was read of the device.
+    """
 
-    gauges: dict[str, float] = {}
+    device_bytes: dict[str, int] = {}
     quarantined: dict[str, str] = {}
     tensor_active: float | None = None
     tensor_source: str = ""

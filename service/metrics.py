@@ -153,6 +153,12 @@ class Metrics:
         self.sm_clock = Gauge(
             "gemm_sm_clock_hertz", "SM clock as read beside it.", ["gpu"], registry=registry
         )
+        self.device_bytes = Gauge(
+            "gemm_device_bytes",
+            "Device memory by state: copies of stored tensors, those that are nowhere else, what torch reserved.",
+            ["gpu", "state"],
+            registry=registry,
+        )
         self.placements = Counter(
             "gemm_placements",
             "Batches by worker and why it was chosen.",

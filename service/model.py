@@ -80,7 +80,10 @@ class GemmFields(BaseModel):
         "ieee", description="tf32 lets fp32 operands be rounded to TF32"
     )
     out_dtype: DTypeName | None = Field(None, description="Type of D; A's unless said")
-    batch_invariant: Flag = Field(True, description="A row's bits depend neither on M nor on other requests")
+    batch_invariant: Flag = Field(
+        True,
+        description="A row's bits depend neither on M nor on other requests; false lets the fastest way run",
+    )
     variant: str = Field(
         "auto", min_length=1, max_length=VARIANT_CHARACTERS, description="Kernel variant, or auto"
     )
@@ -214,11 +217,14 @@ class StepBody(GemmFields):
 
 Model = TypeVar("Model", bound=BaseModel)
 
+#: Fields that say how D is kept.
+_KEEPING = ("durable", "ttl_seconds")
+
 
 def validate(model: type[Model], value: Any) -> Model:
     """A parsed JSON value as a model; ServiceError invalid names the field."""
     try:
-        return model.model_validate(value)
+        return _consistent(model.model_validate(value))
     except ValidationError as error:
         raise _invalid(error) from None
 
@@ -226,9 +232,18 @@ def validate(model: type[Model], value: Any) -> Model:
 def validate_query(model: type[Model], fields: Mapping[str, str]) -> Model:
     """Query fields as a model."""
     try:
-        return model.model_validate_strings(fields, context=QUERY)
+        return _consistent(model.model_validate_strings(fields, context=QUERY))
     except ValidationError as error:
         raise _invalid(error) from None
+
+
+def _consistent(made: Model) -> Model:
+    """Refuse what would be ignored: how to keep a D that isn't kept."""
+    if isinstance(made, GemmFields) and getattr(made, "out", "inline") == "inline":
+        for field in _KEEPING:
+            if getattr(made, field):
+                raise ServiceError("invalid", f"{field}: goes with an `out` handle", field=field)
+    return made
 
 
 def _invalid(error: ValidationError) -> ServiceError:

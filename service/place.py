@@ -55,11 +55,6 @@ class Residency:
         for tensor in tensors:
             self.nbytes -= self._held.pop(tensor, 0)
 
-    def clear(self) -> None:
-        """The device lost all."""
-        self._held.clear()
-        self.nbytes = 0
-
 
 @dataclass(frozen=True, slots=True)
 class Seat:

@@ -40,7 +40,7 @@ RETRIES = 1
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a GEMM went: what ran and why, seconds waited, seconds in the batch's stages, and the batch's size."""
+    """How a GEMM went: what ran and why, seconds waited, in the batch's stages and in admit, and the batch's size."""
 
     variant: str
     reason: str
@@ -48,16 +48,23 @@ class Outcome:
     queue_seconds: float
     compute_seconds: float
     batched: int
+    admit_seconds: float = 0.0
 
     def stages(self, spent: float) -> dict[str, float]:
         """The `spent` seconds of one who submitted it, by stage word: for the log and for traces."""
-        link = max(0.0, spent - self.queue_seconds - self.compute_seconds)
-        return {"batch": self.queue_seconds, "link": link, "kernel": self.compute_seconds}
+        link = max(0.0, spent - self.admit_seconds - self.queue_seconds - self.compute_seconds)
+        return {
+            "admit": self.admit_seconds,
+            "batch": self.queue_seconds,
+            "link": link,
+            "kernel": self.compute_seconds,
+        }
 
 
 @dataclass(slots=True)
 class _Waiting:
     future: asyncio.Future[Outcome]
+    admit_seconds: float
     sent: float = 0.0
 
 
@@ -194,22 +201,7 @@ class Supervisor:
             except BaseException:
                 work.release()
                 raise
-        now = time.monotonic()
-        try:
-            self._check_open()
-            if lost := self.kept.refusal(stored(work)):
-                raise lost
-            admit(work, self.queue, self.options.bounds, now)
-            if work.flops_per_second is not None:
-                self._rates.spend(work.owner, work.flops, work.flops_per_second, now)
-        except ServiceError as refusal:
-            work.release()
-            raise refusal
-        work.arrived = now
-        if not work.seconds:
-            work.seconds = self.estimate.seconds(work.flops, work.nbytes)
-        self.metrics.took("admit", time.monotonic() - now)
-        waiting = _Waiting(asyncio.get_running_loop().create_future())
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), self._admit(work))
         self._waiting[work.id] = waiting
         self._idle.clear()
         self.queue.put(work)
@@ -222,6 +214,28 @@ class Supervisor:
             else:
                 self._waiting.pop(work.id, None)
             raise
+
+    def _admit(self, work: Work) -> float:
+        """Let it in or release it and raise ServiceError; the seconds that took, which metrics have in any case."""
+        began = time.monotonic()
+        try:
+            self._check_open()
+            if lost := self.kept.refusal(stored(work)):
+                raise lost
+            admit(work, self.queue, self.options.bounds, began)
+            if work.flops_per_second is not None:
+                self._rates.spend(work.owner, work.flops, work.flops_per_second, began)
+        except ServiceError as refusal:
+            refusal.stage = "admit"
+            work.release()
+            raise
+        else:
+            work.arrived = time.monotonic()
+            if not work.seconds:
+                work.seconds = self.estimate.seconds(work.flops, work.nbytes)
+            return work.arrived - began
+        finally:
+            self.metrics.took("admit", time.monotonic() - began)
 
     def _check_open(self) -> None:
         if self.draining:
@@ -345,13 +359,17 @@ class Supervisor:
     def _settle(self, work: Work, item: ItemDone, seconds: float, batched: int) -> None:
         if item.code:
             named = item.code == "unsupported" and work.params.variant != "auto"
-            self._fail(work, ServiceError(item.code, item.detail, field="variant" if named else None))
+            refusal = ServiceError(item.code, item.detail, field="variant" if named else None)
+            refusal.stage = "kernel"
+            self._fail(work, refusal)
             return
         self.metrics.choice(item.variant, item.reason)
         waiting = self._waiting.get(work.id)
         if waiting is not None and not waiting.future.done():
             queued = waiting.sent - work.arrived
-            waiting.future.set_result(Outcome(item.variant, item.reason, item.why, queued, seconds, batched))
+            waiting.future.set_result(
+                Outcome(item.variant, item.reason, item.why, queued, seconds, batched, waiting.admit_seconds)
+            )
         self._finish(work)
 
     def _on_end(self, handle: Handle, reason: str, flights: list[Flight]) -> None:
@@ -386,6 +404,8 @@ class Supervisor:
             self.metrics.unread(gpu)
         else:
             self.metrics.active(gpu, report.tensor_source, report.tensor_active)
+        for state, nbytes in report.device_bytes.items():
+            self.metrics.device_bytes.labels(gpu, state).set(nbytes)
         if report.sm_clock_mhz is not None:
             self.metrics.sm_clock.labels(gpu).set(report.sm_clock_mhz * 1e6)
 
@@ -436,9 +456,9 @@ class Supervisor:
             await asyncio.sleep(0.1)
             now = time.monotonic()
             for work in self.queue.expired(now):
-                self._fail(
-                    work, ServiceError("deadline", "the deadline passed in the queue", field="deadline_ms")
-                )
+                late = ServiceError("deadline", "the deadline passed in the queue", field="deadline_ms")
+                late.stage = "batch"
+                self._fail(work, late)
             if self._ready():
                 self._orphaned = now
             else:

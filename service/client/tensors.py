@@ -78,8 +78,10 @@ def tensor(value: Array, name: str) -> Tensor:
     """An array as it is sent; `name` is for complaints."""
     if _on_gpu(value):
         kind = _torch_name(value, name)
+        _check_dimensions(value.dim(), name)
         return Tensor(kind, tuple(value.shape), OnDevice(value.detach().contiguous()))
     array = _numpy(value, name)
+    _check_dimensions(array.ndim, name)
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
     return Tensor(NAMES[array.dtype], array.shape, _bytes(array))
@@ -96,6 +98,11 @@ def matrix(value: Array, name: str) -> tuple[Tensor, bool]:
         if turned.flags.c_contiguous:
             return Tensor(NAMES[array.dtype], turned.shape, _bytes(turned)), True
     return tensor(array, name), False
+
+
+def _check_dimensions(dimensions: int, name: str) -> None:
+    if dimensions == 0:
+        raise TypeError(f"{name} is no array: it has no dimensions")
 
 
 def target(out: Array) -> Tensor:
@@ -159,7 +166,10 @@ def _numpy(value: Array, name: str) -> np.ndarray[Any, Any]:
         array = value
     else:
         # Plain numbers have no type of their own; the service reads them as fp32 too.
-        array = np.asarray(value, np.float32)
+        try:
+            array = np.asarray(value, np.float32)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} is no array of numbers: {error}") from None
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype not in NAMES:

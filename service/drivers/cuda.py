@@ -174,13 +174,13 @@ class CudaDriver:
     def _report(self) -> None:
         torch = self._torch
         quarantined = {name: self._kind(name, because) for name, because in self._runtime.barred.items()}
-        gauges = {
-            "device_cache_bytes": float(self._cache.nbytes),
-            "device_only_bytes": float(self._cache.sole_nbytes),
-            "device_memory_bytes": float(torch.cuda.memory_reserved(self._place)),
+        held = {
+            "cached": self._cache.nbytes,
+            "only": self._cache.sole_nbytes,
+            "reserved": torch.cuda.memory_reserved(self._place),
         }
         reading = self._reading
-        self._tell(Report(gauges, quarantined, reading.active, SOURCE, reading.detail, reading.sm_clock_mhz))
+        self._tell(Report(held, quarantined, reading.active, SOURCE, reading.detail, reading.sm_clock_mhz))
 
     def _kind(self, name: str, because: str) -> str:
         outcome = self._outcomes.get(name)

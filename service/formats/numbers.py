@@ -32,16 +32,49 @@ _decoder = msgspec.json.Decoder()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
+#: Where a key ends, or a string begins with a colon.
+_KEY_END = re.compile(rb'"[ \t\r\n]*:')
+
+
 def loads(text: bytes | bytearray | memoryview) -> Any:
-    """A JSON document, bare NaN, Infinity and numbers beyond fp64 included."""
+    """A JSON document, bare NaN, Infinity and numbers beyond fp64 included; a key given twice is refused."""
     try:
-        return _decoder.decode(text)
+        document = _decoder.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        pass
-    # The strict parser knows neither bare NaN nor 1e999; the standard one does, at a third of the speed.
+        # The strict parser knows neither bare NaN nor 1e999.
+        return _loads_slowly(text)
+    # It keeps the last of two equal keys. A text with more ends of keys than the document has keys may hold such.
+    surplus = itertools.islice(_KEY_END.finditer(text), _keys(document), None)
+    return document if next(surplus, None) is None else _loads_slowly(text)
+
+
+def _keys(document: Any) -> int:
+    """Keys of objects in objects and in lists of objects; where others stand, the text just seems to have more."""
+    count, rest = 0, [document]
+    while rest:
+        value = rest.pop()
+        if type(value) is dict:
+            count += len(value)
+            rest += value.values()
+        elif type(value) is list and value and type(value[0]) is dict:
+            rest += value
+    return count
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in document:
+            raise ServiceError("invalid", f"{name[:64]}: is given twice", field=name[:64])
+        document[name] = value
+    return document
+
+
+def _loads_slowly(text: bytes | bytearray | memoryview) -> Any:
+    """By the standard parser, at a third of the speed: it sees every key."""
     try:
         whole = bytes(text)
-        document = json.loads(whole.decode("utf-8-sig"), parse_int=_whole)
+        document = json.loads(whole.decode("utf-8-sig"), parse_int=_whole, object_pairs_hook=_unique)
         if _SURROGATE.search(whole):  # a half of a pair alone is no text: no reply or log could carry it
             json.dumps(document, ensure_ascii=False).encode()
         return document

@@ -67,10 +67,11 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose job it is, and how many bytes of tensors and results that owner may keep."""
+    """Whose job it is, how many bytes of tensors and results that owner may keep, and whether under handles."""
 
     name: str
     share: int | None = None
+    writes: bool = True
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ async def decode(
 ) -> Draft:
     """Check a body of `size` bytes of JSON and hold what it needs, inline operands saved."""
     bodies = list(_bodies(value, limits))
-    decoder = _Decoder(Draft(owner.name), size, store, limits, now)
+    decoder = _Decoder(Draft(owner.name), size, store, limits, now, writes=owner.writes)
     try:
         for position, body in enumerate(bodies):
             with _at(position):
@@ -146,8 +147,11 @@ def _at(position: int) -> Iterator[None]:
 class _Decoder:
     """One job's body, step by step."""
 
-    def __init__(self, draft: Draft, size: int, store: TensorStore, limits: Limits, now: float) -> None:
+    def __init__(
+        self, draft: Draft, size: int, store: TensorStore, limits: Limits, now: float, *, writes: bool
+    ) -> None:
         self.draft = draft
+        self.writes = writes
         self.size = size
         self.store = store
         self.limits = limits
@@ -162,6 +166,8 @@ class _Decoder:
         if body.id in self.results:
             raise ServiceError("invalid", f"id: {body.id!r} names an earlier step already", field="id")
         handle = body.out.handle if isinstance(body.out, Handle) else None
+        if handle is not None and not self.writes:
+            raise ServiceError("forbidden", "out: this key lacks the scope 'tensors'", field="out")
         if handle is not None and handle in self.written:
             raise ServiceError("invalid", f"out: another step writes to {handle!r}", field="out")
         operands = await self._operands(body)

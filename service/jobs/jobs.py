@@ -135,11 +135,17 @@ class Jobs:
             self._arriving.discard((owner, key))
 
     async def accept(
-        self, owner: str, body: bytes | bytearray, key: str | None, *, share: int | None = None
+        self,
+        owner: str,
+        body: bytes | bytearray,
+        key: str | None,
+        *,
+        share: int | None = None,
+        writes: bool = True,
     ) -> Job:
         """The job of this body: a new one once it is durable, or that which the key made before.
 
-        `share` bounds the bytes of tensors and results that the owner keeps.
+        `share` bounds the bytes of tensors and results that the owner keeps; results get names where it `writes`.
         """
         now = self.clock()
         known = None
@@ -149,7 +155,7 @@ class Jobs:
             if earlier is not None:
                 return await self.find(owner, earlier)
         value = await _maybe_thread(len(body), lambda: numbers.loads(body))
-        draft = await decode(value, len(body), Owner(owner, share), self.store, self.limits, now)
+        draft = await decode(value, len(body), Owner(owner, share, writes), self.store, self.limits, now)
         try:
             return await asyncio.shield(asyncio.create_task(self._accept(draft, known, now)))
         except KeySeen:  # another front was faster
@@ -196,7 +202,7 @@ class Jobs:
         job = self._jobs.get(id_)
         if job is not None and job.owner == owner:
             return job
-        row = await self.journal.find(owner, id_)
+        row = await self.journal.find(owner, id_, self.clock(), self.limits.result_ttl_seconds)
         if row is None:
             raise ServiceError("not_found", f"there is no job {id_[:64]!r}")
         # It may have ended, or begun, while the journal was asked.
@@ -204,7 +210,8 @@ class Jobs:
 
     async def page(self, owner: str, before: str, limit: int) -> list[Job]:
         """Up to `limit` of the owner's jobs, newest first, older than `before`."""
-        rows = await self.journal.page(owner, before, limit)
+        now, ttl = self.clock(), self.limits.result_ttl_seconds
+        rows = await self.journal.page(owner, before, limit, now, ttl)
         return [self._shown(row) for row in rows]
 
     def _shown(self, row: JobRow) -> Job:

@@ -13,6 +13,7 @@ from service import reply
 from service.arena import Slot
 from service.batch import DEFAULT_PRIORITY, Work
 from service.decode import GemmRequest, decode
+from service.errors import ServiceError
 from service.keys import Principal
 from service.model import GemmBody, GemmQuery
 from service.routes.plain import PlainRoute, plain
@@ -25,7 +26,12 @@ router = APIRouter(route_class=PlainRoute, tags=["gemm"])
 
 
 def work_of(services: Services, request: GemmRequest, principal: Principal) -> Work:
-    """The request as work. Its `release` gives operands and the worker's hold on D's memory back."""
+    """The request as work. Its `release` gives operands and the worker's hold on D's memory back.
+
+    ServiceError forbidden where D is to be kept and the key may not write tensors.
+    """
+    if request.out_handle is not None:
+        principal.require("tensors", field="out")
     let_go = request.out.hold()
 
     def release() -> None:
@@ -111,18 +117,22 @@ async def keep(services: Services, request: GemmRequest, principal: Principal) -
     slot, operand = request.out.slot, request.out.operand
     assert isinstance(slot, Slot)
     assert request.out_handle is not None
-    return await services.store.put(
-        principal.owner,
-        request.out_handle,
-        slot,
-        operand.nbytes,
-        operand.dtype,
-        operand.shape,
-        durable=request.durable,
-        ttl=request.ttl_seconds,
-        share=principal.quota.store_bytes,
-        id_=request.out_id,
-    )
+    try:
+        return await services.store.put(
+            principal.owner,
+            request.out_handle,
+            slot,
+            operand.nbytes,
+            operand.dtype,
+            operand.shape,
+            durable=request.durable,
+            ttl=request.ttl_seconds,
+            share=principal.quota.store_bytes,
+            id_=request.out_id,
+        )
+    except ServiceError as refusal:
+        refusal.field = "out"  # which the store knows as a body
+        raise
 
 
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

@@ -17,6 +17,7 @@ from service.decode import JSON, no_query, require_json
 from service.errors import ServiceError
 from service.jobs import Job, Jobs
 from service.jobs.decode import JobBody
+from service.keys import Principal
 from service.model import DTypeName
 from service.reply import send_json
 from service.routes.plain import PlainRoute, begin_events, plain
@@ -125,8 +126,9 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
     with jobs.arriving(owner, _key(transfer)):
         settings = services.settings
         body = await transfer.read_all(min(settings.max_json_bytes, settings.max_body_bytes))
-        share = scope["state"]["principal"].quota.store_bytes
-        job = await jobs.accept(owner, body, _key(transfer), share=share)
+        principal: Principal = scope["state"]["principal"]
+        share, writes = principal.quota.store_bytes, principal.may("tensors")
+        job = await jobs.accept(owner, body, _key(transfer), share=share, writes=writes)
     location = (b"location", f"/jobs/{job.id}".encode())
     await send_json(transfer, _document(services, job), [location], status=202)
 

@@ -131,19 +131,28 @@ class Contents:
     # Room
 
     def check_room(self, nbytes: int) -> None:
-        """Refuse what can't be written: read_only, no_room."""
+        """Refuse what can't be written: read_only, no_room; too_large where it never will be."""
         if not self.files.writable:
             raise ServiceError("read_only", "the data folder can't be written")
-        if self.disk_bytes + nbytes > self.disk_budget:
-            raise ServiceError("no_room", "the store's share of the disk is used up", limit=self.disk_budget)
+        budget = self.disk_budget
+        if nbytes > budget:
+            detail = f"{nbytes} bytes are above the store's share of the disk"
+            raise ServiceError("too_large", detail, field="body", limit=budget)
+        if self.disk_bytes + nbytes > budget:
+            detail = "the store's share of the disk is used up"
+            raise ServiceError("no_room", detail, field="body", limit=budget)
 
     def check_share(self, owner: str, nbytes: int, share: int | None) -> None:
-        """Refuse what is beyond an owner's share of the disk, if it has one: quota."""
+        """Refuse what is beyond an owner's share of the disk, if it has one: quota, or too_large for good."""
+        if share is None:
+            return
+        if nbytes > share:
+            detail = f"{nbytes} bytes are above what this key's owner may keep"
+            raise ServiceError("too_large", detail, field="body", limit=share)
         used = self.bytes_by_owner.get(owner, 0)
-        if share is not None and used + nbytes > share:
-            raise ServiceError(
-                "quota", f"this key's owner keeps {used} bytes of tensors and results", limit=share
-            )
+        if used + nbytes > share:
+            detail = f"this key's owner keeps {used} bytes of tensors and results"
+            raise ServiceError("quota", detail, field="body", limit=share)
 
     def _charge(self, content: Content, nbytes: int) -> None:
         self.disk_bytes += nbytes

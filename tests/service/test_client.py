@@ -277,6 +277,11 @@ def test_dtypes(serve: Serve) -> None:
         assert server.requests[-1].body[:8] == np.float64(A[0, 0]).tobytes()
         client.gemm([[1, 2]], [[3], [4]])
         assert server.requests[-1].body == np.array([1, 2, 3, 4], np.float32).tobytes()
+        for single in (np.float32(3), 3.0, None):
+            with pytest.raises(TypeError, match="a is no array: it has no dimensions"):
+                client.gemm(single, B)
+        with pytest.raises(ValueError, match=r"a is no array of numbers: .*inhomogeneous"):
+            client.gemm([[1, 2], [3]], B)
         with pytest.raises(TypeError, match="a has dtype int64"):
             client.gemm(np.ones((2, 2), np.int64), B)
         with pytest.raises(TypeError, match="share a dtype"):

@@ -135,6 +135,8 @@ async def test_specials_come_and_go(client: httpx.AsyncClient) -> None:
         ({"priority": -1}, "priority"),
         ({"deadline_ms": -1}, "deadline_ms"),
         ({"ttl_seconds": 0}, "ttl_seconds"),
+        ({"ttl_seconds": 9}, "ttl_seconds"),
+        ({"durable": True}, "durable"),
         ({"out": {"handle": "a/b"}}, "out.handle"),
         ({"aplha": 1}, "aplha"),
     ],
@@ -440,7 +442,8 @@ async def test_results_and_flops_are_bounded(client: httpx.AsyncClient, services
 
 
 async def test_a_full_arena_is_507_and_asks_the_store_first() -> None:
-    services = Services(arena_bytes=1 << 16)
+    services = Services(arena_bytes=1 << 17)
+    filler = services.slots.allocate(1 << 16)
     asked: list[int] = []
     services.store.reclaim = asked.append  # type: ignore[assignment, method-assign]
     async with httpx.AsyncClient(
@@ -449,8 +452,13 @@ async def test_a_full_arena_is_507_and_asks_the_store_first() -> None:
         body = np.zeros((150, 150), "f4").tobytes()
         query = "a_shape=150x150&b_shape=150x1&dtype=fp32"
         reply = await client.post(f"/gemm?{query}", content=body + bytes(600), headers=RAW)
-    assert reply.status_code == 507
-    assert asked
+        assert reply.status_code == 507
+        assert asked
+        query = "a_shape=300x300&b_shape=300x1&dtype=fp32"
+        reply = await client.post(f"/gemm?{query}", content=bytes(4 * 300 * 301), headers=RAW)
+        # It never will fit.
+        problem(reply, 413, "body", limit=1 << 17)
+    filler.release()
     assert services.held == 0
 
 

@@ -332,6 +332,39 @@ def test_ragged_rows_are_named_by_place() -> None:
     assert "c[1][0]" in refused("invalid", numbers.array, [[[1, 2]], [[3]]], "fp32", field="c").detail
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (b'{"a": 1, "a": 2}', "a"),
+        (b'{"a": 1, "\\u0061": 2}', "a"),
+        (b'{"a": NaN, "a": 2}', "a"),
+        (b'{"x": {"long": ":", "y": [{"b" : 1}, {"b":1, "c": [1], "b"\n: 2}]}}', "b"),
+        (b'{"x": [[{"d": 1, "d": 2}]]}', "d"),
+        (b'{"x": [1, {"d": 1, "d": 2}]}', "d"),
+        (b'{"' + b"k" * 100 + b'": 1, "' + b"k" * 100 + b'": 2}', "k" * 64),
+    ],
+)
+@pytest.mark.parametrize("form", [bytes, bytearray, memoryview])
+def test_json_with_a_key_twice_is_refused_by_that_key(text: bytes, key: str, form: Any) -> None:
+    assert refused("invalid", numbers.loads, form(text)).field == key
+
+
+def test_json_that_looks_as_if_a_key_came_twice_is_read() -> None:
+    for text in (b'{":": ":", "\\":": [":", {"\\"": 1}, [{"a": 1}]]}', b'[{"a": 1}, {"a": 2}]'):
+        assert numbers.loads(text) == json.loads(text)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers(-9, 9) | st.text(':"\\a{} ', max_size=4),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(':"\\a{} ', max_size=4), inner),
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_any_json_without_equal_keys_is_read(value: Any) -> None:
+    assert numbers.loads(json.dumps(value).encode()) == value
+
+
 def test_json_that_cannot_be_parsed_is_400() -> None:
     for text in (b"", b"{", b"[1,]", b"\xff\xfe", b"[" * 100_000, b'{"a": nan}', b"[1] 2"):
         refused("malformed", numbers.loads, text)

@@ -254,7 +254,7 @@ class TestRefused:
         async with open_front(settings) as front:
             with refused("no_room"):
                 await front.jobs.accept(
-                    "ann", body({"id": "s", "a": b64(tensor(30, 30)), "b": b64(tensor(30, 30))}), None
+                    "ann", body({"id": "s", "a": b64(tensor(20, 20)), "b": b64(tensor(20, 20))}), None
                 )
             assert await front.jobs.page("ann", "", 9) == []
             await self.nothing_left(front)

@@ -15,6 +15,8 @@ from service.store import index
 from service.store.index import ContentRow, NameRow
 
 KEY = Key("ann", "k", "f00d")
+#: The time, and how long results are kept.
+NOW = (100.0, 60.0)
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ class TestJournal:
         other = Database(tmp_path / "service.db")
         other.open()
         assert [row.id for row in await Journal(other).start()] == ["j1", "j2"]
-        assert await Journal(other).find("ann", "j1") == job("j1")
+        assert await Journal(other).find("ann", "j1", *NOW) == job("j1")
         other.close()
 
     async def test_progress_is_one_transaction(self, journal: Journal) -> None:
@@ -62,7 +64,7 @@ class TestJournal:
         done = StepRow(0, b"one", "done", finished=101.0, variant="v", reason="r", why="w", result="out")
         name = NameRow("ann", "d", "out", 101.0, None)
         await journal.record(Progress("j1", [done], [content("out")], [name]))
-        found = await journal.find("ann", "j1")
+        found = await journal.find("ann", "j1", *NOW)
         assert found is not None
         assert found.steps[0] == done
         assert found.steps[1].state == "queued"
@@ -70,7 +72,7 @@ class TestJournal:
 
         failed = StepRow(1, b"two", "failed", "deadline", "too late", 102.0)
         await journal.record(Progress("j1", [failed], state="failed", finished=102.0, unneeded={"in"}))
-        found = await journal.find("ann", "j1")
+        found = await journal.find("ann", "j1", *NOW)
         assert found is not None
         assert (found.state, found.finished, found.steps[1]) == ("failed", 102.0, failed)
         assert await journal.start() == []
@@ -82,21 +84,21 @@ class TestJournal:
         done = StepRow(0, b"one", "done")
         with pytest.raises(sqlite3.IntegrityError):
             await journal.record(Progress("j1", [done], [content("out")], [bad]))
-        found = await journal.find("ann", "j1")
+        found = await journal.find("ann", "j1", *NOW)
         assert found is not None
         assert found.steps[0].state == "queued"
         assert await contents(journal.database) == set()
 
     async def test_only_the_owner_finds_a_job(self, journal: Journal) -> None:
         await journal.accept(job(), [], None)
-        assert await journal.find("bob", "j1") is None
-        assert await journal.page("bob", "", 9) == []
+        assert await journal.find("bob", "j1", *NOW) is None
+        assert await journal.page("bob", "", 9, *NOW) == []
 
     async def test_pages(self, journal: Journal) -> None:
         for n in range(5):
             await journal.accept(job(f"j{n}"), [], None)
-        assert [row.id for row in await journal.page("ann", "", 2)] == ["j4", "j3"]
-        assert [row.id for row in await journal.page("ann", "j3", 9)] == ["j2", "j1", "j0"]
+        assert [row.id for row in await journal.page("ann", "", 2, *NOW)] == ["j4", "j3"]
+        assert [row.id for row in await journal.page("ann", "j3", 9, *NOW)] == ["j2", "j1", "j0"]
 
     async def test_a_job_comes_once(self, journal: Journal) -> None:
         await journal.accept(job(), [], KEY)
@@ -115,18 +117,26 @@ class TestJournal:
             results = [content(f"{id_}{n}") for n in range(2)]
             await journal.record(Progress(id_, done, results, state="done", finished=100.0))
         assert await journal.expire(159.0, 60.0) == []
+        assert [row.id for row in await journal.page("ann", "", 9, 159.0, 60.0)] == ["j2", "j1"]
+        await self._is_swept(journal)  # what the sweep will do is seen before
         assert sorted(await journal.expire(160.0, 60.0)) == ["j10", "j11", "j20", "j21"]
         assert await contents(journal.database) == set()
-        assert await journal.find("ann", "j2") is None
-        kept = await journal.find("ann", "j1")  # its key may come again
-        assert kept is not None
-        assert kept.expired
-        assert [step.result for step in kept.steps] == [None, None]
+        await self._is_swept(journal)
         day = 100.0 + IDEMPOTENCY_SECONDS
         assert await journal.replay(KEY, day - 1) == "j1"
         assert await journal.replay(KEY, day) is None
         await journal.expire(day, 60.0)
-        assert await journal.find("ann", "j1") is None
+        assert await journal.find("ann", "j1", day, 60.0) is None
+
+    @staticmethod
+    async def _is_swept(journal: Journal) -> None:
+        now = (160.0, 60.0)
+        assert await journal.find("ann", "j2", *now) is None
+        kept = await journal.find("ann", "j1", *now)  # its key may come again
+        assert kept is not None
+        assert kept.expired
+        assert [step.result for step in kept.steps] == [None, None]
+        assert [row.id for row in await journal.page("ann", "", 9, *now)] == ["j1"]
 
     async def test_what_a_name_needs_stays_when_its_job_expires(self, journal: Journal) -> None:
         await journal.accept(job("j1", b"one"), [], None)

@@ -25,15 +25,24 @@ from service.upload import PutQuery
 SOURCES = Path(service.__file__).parent
 #: Numbers among the settings that bound no client.
 NOT_LIMITS = {"port", "metrics_port", "grpc_port", "workers", "start_seconds", "ping_seconds", "hang_seconds"}
-#: What a refusal's `limit=` may read besides constants and settings: a key's own quota, memory that a client lent
-#: itself, and names under which settings are handed on.
-OTHER = {"share", "rate", "quota.concurrent_requests", "region.nbytes", "out.nbytes", "limit", "self.most"}
+#: What a refusal's `limit=` may read besides constants and settings: a key's own quota or share, memory that a client
+#: lent itself, and names under which settings are handed on.
+OTHER = {
+    "share",
+    "rate",
+    "largest",
+    "quota.concurrent_requests",
+    "region.nbytes",
+    "out.nbytes",
+    "limit",
+    "self.most",
+}
 HANDED_ON = {
     "bounds.requests": "queue_requests",
     "bounds.nbytes": "queue_bytes",
     "self.share": "key_bytes",
     "self.arena.size": "arena_bytes",
-    "self.disk_budget": "store_disk_bytes",
+    "budget": "store_disk_bytes",
     "self._limit": "max_body_bytes",
 }
 

@@ -148,8 +148,12 @@ class TestPost:
     async def test_share_of_an_owner(self, site: Site) -> None:
         big = {"id": "s", "a": tensor(32, 1).tolist(), "b": tensor(1, 32).tolist()}
         reply = await post(site.bob, big)
-        assert (reply.status_code, reply.json()["code"]) == (429, "quota")
+        assert (reply.status_code, reply.json()["code"], reply.json()["limit"]) == (413, "too_large", 4096)
         assert (await post(site.ann, big)).status_code == 202
+        half = {"id": "s", "a": tensor(22, 1).tolist(), "b": tensor(1, 22).tolist()}
+        await ended(site.bob, await post(site.bob, half))
+        reply = await post(site.bob, {**half, "id": "t"})
+        assert (reply.status_code, reply.json()["code"]) == (429, "quota")
 
     async def test_while_the_service_shuts_down(self, site: Site) -> None:
         await site.services.jobs.pause()

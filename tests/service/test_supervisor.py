@@ -18,7 +18,7 @@ from service.arena import Arena, Slots
 from service.batch import Limits, Work
 from service.errors import ServiceError
 from service.handle import State, Times
-from service.messages import Operand, Params
+from service.messages import Operand, Params, Report
 from service.metrics import Metrics
 from service.supervisor import Options, Outcome, Supervisor
 
@@ -219,7 +219,19 @@ async def test_two_workers_share_the_work_and_one_that_dies_takes_only_itself_ou
     bench.arena.close()
 
 
+async def test_what_a_worker_reports_of_its_device_is_measured() -> None:
+    bench = Bench()
+    bench.supervisor._on_report(
+        bench.supervisor.handles[0], Report({"cached": 7, "only": 2}, sm_clock_mhz=1440.0)
+    )
+    text = bench.metrics.exposition().decode()
+    assert 'gemm_device_bytes{gpu="0",state="cached"} 7.0' in text
+    assert 'gemm_device_bytes{gpu="0",state="only"} 2.0' in text
+    assert 'gemm_sm_clock_hertz{gpu="0"} 1.44e+09' in text
+    bench.arena.close()
+
+
 def test_an_outcome_tells_its_time_by_stage_word() -> None:
-    outcome = Outcome("reference-numpy", "only", "why", 0.25, 0.5, 1)
-    assert outcome.stages(1.0) == {"batch": 0.25, "link": 0.25, "kernel": 0.5}
+    outcome = Outcome("reference-numpy", "only", "why", 0.25, 0.5, 1, admit_seconds=0.125)
+    assert outcome.stages(1.0) == {"admit": 0.125, "batch": 0.25, "link": 0.125, "kernel": 0.5}
     assert outcome.stages(0.7)["link"] == 0  # a stack's seconds are those of the batch
