@@ -24,7 +24,10 @@ from service.upload import PutQuery
 
 SOURCES = Path(service.__file__).parent
 #: Numbers among the settings that bound no client.
-NOT_LIMITS = {"port", "metrics_port", "grpc_port", "workers", "start_seconds", "ping_seconds", "hang_seconds"}
+NOT_LIMITS = {
+    *("port", "metrics_port", "grpc_port", "workers", "start_seconds", "ping_seconds", "hang_seconds"),
+    *("lease_seconds", "shared_seconds"),  # between fronts
+}
 #: What a refusal's `limit=` may read besides constants and settings: a key's own quota or share, memory that a client
 #: lent itself, and names under which settings are handed on.
 OTHER = {
