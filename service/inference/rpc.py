@@ -241,10 +241,13 @@ class Rpc:
             try:
                 response = await self._infer(message, principal, context)
             except Exception as error:
-                problem = watched.refused(error)
-                failed = pb.ModelInferResponse(model_name=message.model_name, id=message.id)
-                return pb.ModelStreamInferResponse(error_message=problem.detail, infer_response=failed)
-            return pb.ModelStreamInferResponse(infer_response=response)
+                told = watched.refused(error).detail
+                response = pb.ModelInferResponse(model_name=message.model_name, id=message.id)
+            else:
+                told = ""
+            # Clients that take several answers to a request look for this: it has no other.
+            response.parameters["triton_final_response"].bool_param = True
+            return pb.ModelStreamInferResponse(error_message=told, infer_response=response)
 
     # -- server and models ----------------------------------------------------------------------------------------
 

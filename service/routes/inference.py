@@ -213,6 +213,17 @@ async def _unload(scope: Scope, receive: Receive, send: Send) -> None:
     await _empty(scope, receive, send)
 
 
+# -- what is set once ------------------------------------------------------------------------------------------
+
+
+async def _settled(scope: Scope, receive: Receive, send: Send) -> None:
+    """Clients of the protocol have calls for these settings, so they learn that it's not a wrong path."""
+    raise ServiceError(
+        "not_implemented",
+        "traces and logging are set when the service starts, and neither told nor changed here",
+    )
+
+
 # -- shared memory --------------------------------------------------------------------------------------------
 
 
@@ -278,6 +289,15 @@ route(
     _unload,
     responses=_DONE,
 )
+for _path in ("/logging", "/trace/setting", "/models/{model}/trace/setting"):
+    for _method in ("GET", "POST"):
+        route(
+            _method,
+            _path,
+            "Never: a setting of the start",
+            _settled,
+            responses={501: {"description": "Never"}},
+        )
 for _kind in (system_memory.KIND, cuda_memory.KIND):
     _at = f"/{_kind}sharedmemory"
     _one = f"{_at}/region/{{region}}"

@@ -255,6 +255,20 @@ def test_arguments_that_do_not_fit(client: Client) -> None:
     refused(lambda: client.infer("gemm_fp32", both(flat, flat)), 400, "dimensions")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.get_trace_settings(),
+        lambda c: c.get_trace_settings("gemm"),
+        lambda c: c.update_trace_settings("gemm", {"trace_rate": "1"}),
+        lambda c: c.get_log_settings(),
+        lambda c: c.update_log_settings({"log_verbose_level": 1}),
+    ],
+)
+def test_settings_of_traces_and_logging_are_not_here(client: Client, call: Callable[[Client], Any]) -> None:
+    refused(lambda: call(client), 501, "when the service starts")
+
+
 def test_statistics(client: Client) -> None:
     def counts() -> dict[str, Any]:
         (row,) = client.get_inference_statistics("gemm_fp64")["model_stats"]

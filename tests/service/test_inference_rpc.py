@@ -210,6 +210,19 @@ def test_shared_memory(client: Client) -> None:
     client.unregister_cuda_shared_memory()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.get_trace_settings(),
+        lambda c: c.update_trace_settings("gemm", {"trace_rate": "1"}),
+        lambda c: c.get_log_settings(),
+        lambda c: c.update_log_settings({"log_verbose_level": 1}),
+    ],
+)
+def test_settings_of_traces_and_logging_are_not_here(client: Client, call: Callable[[Client], Any]) -> None:
+    refused(lambda: call(client), "UNIMPLEMENTED")
+
+
 def test_statistics(client: Client, spoken: Service) -> None:
     def successes() -> int:
         (row,) = client.get_inference_statistics("gemm_fp32").model_stats
@@ -239,6 +252,7 @@ def test_async_stream_and_aio(client: Client, spoken: Service) -> None:
     for n in range(3):
         result, error = answers.get(timeout=20)
         assert result.get_response().id == str(n)
+        assert result.get_response().parameters["triton_final_response"].bool_param
         check(result.as_numpy("D"), a * n, b)
     assert "K = 8" in answers.get(timeout=20)[1].message()
     check(answers.get(timeout=20)[0].as_numpy("D"), a, b)
