@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 
 from benchmarks import record
+from benchmarks.clients import Clients, Seen
 from benchmarks.load import free_port, served
 from benchmarks.transfers import Peer
 
@@ -112,7 +113,7 @@ def until_admitted(port: int, seconds: float = 120) -> list[dict[str, Any]]:
     raise SystemExit("self-tests did not end")
 
 
-def latency(rounds: int) -> list[Row]:
+def latency(rounds: int) -> Iterator[Row]:
     """POST /gemm 4096³ between stored handles with D kept, one client, over the kernel alone."""
     size = 4096
     x, y = normal(size, size), normal(size, size, seed=2)
@@ -135,27 +136,25 @@ def latency(rounds: int) -> list[Row]:
         third = metrics(port)
         peer.close()
     kernel = kernel_seconds(size)
-    return [
-        {
-            "name": "POST /gemm 4096³ fp16, A and B resident, D kept",
-            "p50_seconds": statistics.median(times),
-            "p99_seconds": sorted(times)[int(len(times) * 0.99)],
-            "kernel_seconds": kernel,
-            "overhead_seconds": statistics.median(times) - kernel,
-            "stages": stages(first, second),
-        },
-        {
-            "name": "POST /gemm 64×512×64 fp16 between stored handles",
-            "p50_seconds": statistics.median(tiny),
-            "stages": stages(second, third),
-        },
-        {"name": "process start to ready, libraries built", "seconds": ready},
-        {
-            "name": "variants admitted",
-            "outcome": "read",
-            "detail": {each["name"]: f"{each['state']}: {each['detail']}" for each in variants},
-        },
-    ]
+    yield {
+        "name": "POST /gemm 4096³ fp16, A and B resident, D kept",
+        "p50_seconds": statistics.median(times),
+        "p99_seconds": sorted(times)[int(len(times) * 0.99)],
+        "kernel_seconds": kernel,
+        "overhead_seconds": statistics.median(times) - kernel,
+        "stages": stages(first, second),
+    }
+    yield {
+        "name": "POST /gemm 64×512×64 fp16 between stored handles",
+        "p50_seconds": statistics.median(tiny),
+        "stages": stages(second, third),
+    }
+    yield {"name": "process start to ready, libraries built", "seconds": ready}
+    yield {
+        "name": "variants admitted",
+        "outcome": "read",
+        "detail": {each["name"]: f"{each['state']}: {each['detail']}" for each in variants},
+    }
 
 
 def kernel_seconds(size: int) -> float:
@@ -178,145 +177,156 @@ def kernel_seconds(size: int) -> float:
     return statistics.median(times[5:])
 
 
-class Clients:
-    """Threads that post one request again and again."""
-
-    def __init__(self, port: int, count: int, target: str, body: bytes) -> None:
-        self.done = 0
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(port, target, body)) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, port: int, target: str, body: bytes) -> None:
-        peer = Peer(port)
-        while not self._stop.is_set():
-            peer.exchange("POST", target, body)
-            with self._lock:
-                self.done += 1
-        peer.close()
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-
-def stacking(seconds: float) -> list[Row]:
+def stacking(seconds: float) -> Iterator[Row]:
     """Device seconds a request of 64 clients against a stored 8192×8192 weight, stacked and not."""
     size = 8192
     weight = normal(size, size)
-    cost: dict[tuple[int, bool], tuple[float, float, float]] = {}
-    for stacked in (True, False):
+    bodies = {m: normal(m, size, seed=m).tobytes() for m in (1, 16, 64)}
+    alone: dict[int, tuple[float, Seen]] = {}
+    for stacked in (False, True):
         flags = () if stacked else ("--batch-requests", "1")
         with service(*flags) as (port, _, _):
             until_admitted(port)
             put(port, "w", weight)
-            for m in (1, 16, 64):
-                body = normal(m, size, seed=m).tobytes()
-                target = f"/gemm?a_shape={m}x{size}&dtype=fp16&b=handle:w"
-                clients = Clients(port, 64, target, body)
-                time.sleep(1)
-                before, began, first = metrics(port), time.perf_counter(), clients.done
-                time.sleep(seconds)
-                after, done = metrics(port), clients.done - first
-                took = time.perf_counter() - began
+            for m, body in bodies.items():
+                clients = Clients(port, 64, f"/gemm?a_shape={m}x{size}&dtype=fp16&b=handle:w", body)
+                clients.window(1.0)
+                before = metrics(port)
+                seen = clients.window(seconds)
+                after = metrics(port)
                 clients.stop()
-                busy = total(after, "gemm_kernel_busy_seconds_total") - total(
-                    before, "gemm_kernel_busy_seconds_total"
-                )
-                batches = after["gemm_batch_requests_count"] - before["gemm_batch_requests_count"]
-                requests = after["gemm_batch_requests_sum"] - before["gemm_batch_requests_sum"]
-                cost[m, stacked] = busy / requests, done / took, requests / batches
-    return [
-        {
-            "name": f"64 clients, M = {m} against a stored 8192×8192 fp16 weight",
-            "device_seconds": cost[m, True][0],
-            "unstacked_device_seconds": cost[m, False][0],
-            "gain": cost[m, False][0] / cost[m, True][0],
-            "requests_per_second": cost[m, True][1],
-            "unstacked_requests_per_second": cost[m, False][1],
-            "mean_batch": cost[m, True][2],
-        }
-        for m in (1, 16, 64)
-    ]
+                grown = {key: after[key] - before.get(key, 0.0) for key in after}
+                requests = grown["gemm_batch_requests_sum"]
+                busy = total(grown, "gemm_kernel_busy_seconds_total") / requests
+                if not stacked:
+                    alone[m] = busy, seen
+                    continue
+                yield {
+                    "name": f"64 clients, M = {m} against a stored 8192×8192 fp16 weight",
+                    "device_seconds": busy,
+                    "unstacked_device_seconds": alone[m][0],
+                    "gain": alone[m][0] / busy,
+                    "requests_per_second": seen.answers / seen.seconds,
+                    "p50_seconds": seen.p50_seconds,
+                    "p99_seconds": seen.p99_seconds,
+                    "unstacked_requests_per_second": alone[m][1].answers / alone[m][1].seconds,
+                    "unstacked_p50_seconds": alone[m][1].p50_seconds,
+                    "mean_batch": requests / grown["gemm_batch_requests_count"],
+                    "stages": stages(before, after),
+                }
 
 
-def probe(seconds: float) -> list[Row]:
+#: Seconds of load before readings count: the probe's window and the metric's age.
+SETTLE = 1.5
+
+
+def probe(seconds: float) -> Iterator[Row]:
     """gemm_tensor_active_ratio against a second reader of NVML, idle, at half load and flat out, and against FLOPs."""
     import torch
 
-    from kernels import gemm
     from service.drivers.gpm import TensorProbe
 
-    size = 8192
-    a, b = (torch.randn(size, size, device="cuda").half() for _ in range(2))
-    out = torch.empty(size, size, device="cuda", dtype=torch.float16)
-    for _ in range(3):
-        gemm(a, b, out=out, batch_invariant=False)
-    torch.cuda.synchronize()
-    rows: list[Row] = []
     properties = torch.cuda.get_device_properties(0)
     with service() as (port, _, _):
         until_admitted(port)
-        readings: list[Any] = []
+        readings: list[tuple[float, Any]] = []
         second = TensorProbe(str(properties.uuid))
-        second.start(readings.append)
-        for load, pause in (("idle", None), ("half", 1.0), ("full", 0.0)):
-            flops, began = 0.0, time.perf_counter()
-            served_ratio: list[float] = []
-            ahead: list[Any] = []
-            readings.clear()
+        second.start(lambda reading: readings.append((time.perf_counter(), reading)))
+        load = Load(8192)
+        for name, share in (("idle", 0.0), ("half", 0.5), ("full", 1.0)):
+            served_ratio: list[tuple[float, float]] = []
             stop = threading.Event()
             scraper = threading.Thread(target=_scrape, args=(port, served_ratio, stop))
             scraper.start()
-            while time.perf_counter() - began < seconds:
-                if pause is None:
-                    time.sleep(0.1)
-                else:
-                    turn = time.perf_counter()
-                    for _ in range(16):
-                        gemm(a, b, out=out, batch_invariant=False)
-                        flops += 2.0 * size**3
-                        while ahead and not ahead[0].query():
-                            time.sleep(1e-4)
-                        ahead[:] = [torch.cuda.Event()]
-                        ahead[0].record()
-                    if pause:
-                        torch.cuda.synchronize()
-                        time.sleep(pause * (time.perf_counter() - turn))
-            torch.cuda.synchronize()
+            load.run(share, SETTLE)
+            began = time.perf_counter()
+            flops = load.run(share, seconds)
+            ended = time.perf_counter()
             stop.set()
             scraper.join()
-            spent = time.perf_counter() - began
-            mine = [r for r in readings[3:] if r.active is not None]
-            ratio = statistics.mean(r.active for r in mine)
-            clock = statistics.mean(r.sm_clock_mhz for r in mine) * 1e6
-            implied = ratio * properties.multi_processor_count * TENSOR_FLOPS_A_CYCLE * clock
-            rows.append(
-                {
-                    "name": f"tensor-core activity, {load} load",
-                    "metric": statistics.mean(served_ratio) if served_ratio else None,
-                    "second_reader": ratio,
-                    "sm_clock_mhz": clock / 1e6,
-                    "achieved_flops_per_second": flops / spent,
-                    "implied_flops_per_second": implied,
-                    "implied_over_achieved": implied / (flops / spent) if flops else None,
-                }
+            # A reading tells of the half second before it.
+            mine = [each for at, each in readings if began + 0.6 < at < ended and each.active is not None]
+            theirs = [ratio for at, ratio in served_ratio if began + 1.1 < at < ended]
+            if not mine or not theirs:
+                raise SystemExit(f"no readings: {[each for _, each in readings[-3:]]}")
+            ratio = statistics.mean(each.active for each in mine)
+            clock = statistics.mean(each.sm_clock_mhz for each in mine) * 1e6
+            achieved = flops / (ended - began)
+            implied = (
+                statistics.mean(theirs) * properties.multi_processor_count * TENSOR_FLOPS_A_CYCLE * clock
             )
+            yield {
+                "name": f"tensor-core activity, {name} load",
+                "metric": statistics.mean(theirs),
+                "second_reader": ratio,
+                "points_apart": 100 * abs(statistics.mean(theirs) - ratio),
+                "readings": len(mine),
+                "sm_clock_mhz": clock / 1e6,
+                "achieved_flops_per_second": achieved,
+                "implied_flops_per_second": implied,
+                "implied_over_achieved": implied / achieved if flops else None,
+            }
         second.stop()
-    return rows
 
 
-def _scrape(port: int, into: list[float], stop: threading.Event) -> None:
-    """The metric twice a second, once the load has settled."""
-    stop.wait(1.5)
+class Load:
+    """Products of `size`³ in bursts that are short against the window of a reading."""
+
+    BURST = 4
+
+    def __init__(self, size: int) -> None:
+        import torch
+
+        from kernels import gemm
+
+        self._flops = 2.0 * size**3
+        self._torch = torch
+        self._gemm = gemm
+        self._sets = [
+            tuple(torch.randn(size, size, device="cuda").half() for _ in range(2)) for _ in range(2)
+        ]
+        self._out = torch.empty(size, size, device="cuda", dtype=torch.float16)
+        self.run(1.0, 0.2)
+
+    def _burst(self) -> Any:
+        for turn in range(self.BURST):
+            self._gemm(*self._sets[turn % 2], out=self._out, batch_invariant=False)
+        event = self._torch.cuda.Event()
+        event.record()
+        return event
+
+    def run(self, share: float, seconds: float) -> float:
+        """Compute in `share` of the time; FLOPs done."""
+        end = time.perf_counter() + seconds
+        if not share:
+            time.sleep(seconds)
+            return 0.0
+        bursts = 0
+        if share < 1.0:
+            while time.perf_counter() < end:
+                began = time.perf_counter()
+                self._burst().synchronize()
+                time.sleep((time.perf_counter() - began) * (1.0 / share - 1.0))
+                bursts += 1
+            return bursts * self.BURST * self._flops
+        ahead: list[Any] = []
+        while time.perf_counter() < end:
+            ahead.append(self._burst())
+            bursts += 1
+            if len(ahead) > 2:
+                ahead.pop(0).synchronize()
+        self._torch.cuda.synchronize()
+        return bursts * self.BURST * self._flops
+
+
+def _scrape(port: int, into: list[tuple[float, float]], stop: threading.Event) -> None:
+    """The metric twice a second, each with its time."""
     while not stop.wait(0.5):
-        into += [v for k, v in metrics(port).items() if k.startswith("gemm_tensor_active_ratio{")]
+        seen = [v for k, v in metrics(port).items() if k.startswith("gemm_tensor_active_ratio{")]
+        into += [(time.perf_counter(), value) for value in seen]
 
 
-def killed() -> list[Row]:
+def killed() -> Iterator[Row]:
     """kill -9 of the worker under load: device memory back, service again, no request lost."""
     import psutil
 
@@ -324,8 +334,9 @@ def killed() -> list[Row]:
         until_admitted(port)
         put(port, "w", normal(4096, 4096))
         before = device_memory()
-        clients = Clients(port, 4, "/gemm?a_shape=16x4096&dtype=fp16&b=handle:w", normal(16, 4096).tobytes())
-        time.sleep(1)
+        body = normal(16, 4096).tobytes()
+        clients = Clients(port, 4, "/gemm?a_shape=16x4096&dtype=fp16&b=handle:w", body, processes=2)
+        clients.window(1.0)
         worker = psutil.Process(process.pid).children()[0]
         began = time.perf_counter()
         worker.kill()
@@ -336,22 +347,18 @@ def killed() -> list[Row]:
             lowest = min(lowest, device_memory())
             time.sleep(0.05)
         back = time.perf_counter() - began
-        count = clients.done
-        time.sleep(1)
-        grew = clients.done - count
+        seen = clients.window(1.0)  # raises where a request failed since the last
         clients.stop()
-    return [
-        {
-            "name": "kill -9 of the worker under load",
-            "outcome": "service again" if grew else "no request was answered afterwards",
-            "detail": {
-                "seconds_until_ready": back,
-                "device_memory_before": before,
-                "device_memory_lowest": lowest,
-                "requests_in_the_second_after": grew,
-            },
-        }
-    ]
+    yield {
+        "name": "kill -9 of the worker under load",
+        "outcome": "service again, no request failed",
+        "detail": {
+            "seconds_until_ready": back,
+            "device_memory_before": before,
+            "device_memory_lowest": lowest,
+            "requests_in_the_second_after": seen.answers,
+        },
+    }
 
 
 def device_memory() -> int:
@@ -368,10 +375,13 @@ def main() -> None:
     parser.add_argument("--machine", default="gpu", help="short name of this machine in benchmarks/results")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--part", action="append", help="only these parts")
+    parser.add_argument(
+        "--part", action="append", choices=["latency", "stacking", "probe", "killed"], help="only these parts"
+    )
     parser.add_argument("--out", type=Path, help="folder for the results file")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no part is begun")
     options = parser.parse_args()
-    parts: dict[str, Callable[[], list[Row]]] = {
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
         "latency": lambda: latency(options.rounds),
         "stacking": lambda: stacking(options.seconds),
         "probe": lambda: probe(max(4.0, options.seconds)),
@@ -380,22 +390,27 @@ def main() -> None:
     rows: list[Row] = []
     failed = []
     details = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, **record.cpu_machine()}
+
+    def note(name: str, row: Row) -> None:
+        """A row is written at once, so that a run that is cut short keeps what it found."""
+        print(row, flush=True)
+        rows.append({"part": name, **row})
+        record.write(options.machine, "service", rows, details=details, packages=PACKAGES, folder=options.out)
+
+    started = time.perf_counter()
     for name in options.part or parts:
         began = time.perf_counter()
+        if began - started > options.budget:
+            failed.append(name)
+            note(name, {"name": name, "outcome": "not begun", "detail": "the time was used up"})
+            continue
         try:
-            found = parts[name]()
+            for row in parts[name]():
+                note(name, row)
         except (Exception, SystemExit) as error:  # what the other parts found must come home
             failed.append(name)
-            found = [{"name": name, "outcome": "failed", "detail": f"{type(error).__name__}: {error}"}]
-        for row in found:
-            print(row, flush=True)
-        rows += [{"part": name, **row} for row in found]
+            note(name, {"name": name, "outcome": "failed", "detail": f"{type(error).__name__}: {error}"})
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-        # After each part, so that a run that is cut short keeps what it found.
-        path = record.write(
-            options.machine, "service", rows, details=details, packages=PACKAGES, folder=options.out
-        )
-    print("written:", path)
     sys.exit(1 if failed else 0)
 
 
