@@ -19,12 +19,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.clients import Clients
 from benchmarks.load import free_port, served
 from benchmarks.transfers import Peer
 
@@ -303,48 +304,13 @@ def _service(workers: int, devices: str) -> Iterator[tuple[int, subprocess.Popen
             del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-class Load:
-    """Clients that multiply stored handles again and again, D kept; counts ends by time."""
-
-    def __init__(self, port: int, clients: int, target: str) -> None:
-        self.ends: list[float] = []
-        self.failures: list[str] = []
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(port, f"{target}{n}")) for n in range(clients)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, port: int, target: str) -> None:
-        peer = Peer(port)
-        while not self._stop.is_set():
-            try:
-                peer.exchange("POST", target, accept="application/json")
-                self.ends.append(time.perf_counter())
-            except (RuntimeError, OSError) as error:
-                self.failures.append(str(error)[:300])
-                peer = Peer(port)
-        peer.close()
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def rate(self, since: float, until: float) -> float:
-        """Ends a second between two times."""
-        return sum(since <= end < until for end in self.ends) / (until - since)
-
-
-def workers(count: int, size: int, seconds: float) -> list[Row]:
+def workers(count: int, size: int, seconds: float) -> Iterator[Row]:
     """Throughput of a worker on each GPU against one worker; residency; a worker killed under load."""
     import numpy as np
 
     x = np.random.default_rng(1).standard_normal((size, size), dtype=np.float32).astype(np.float16)
-    target = "/gemm?a=handle:a&b=handle:b&batch_invariant=false&out=handle:d"
+    target = "/gemm?a=handle:a&b=handle:b&batch_invariant=false&out=handle:d{}"
     rates: dict[int, float] = {}
-    rows: list[Row] = []
     everything = ",".join(map(str, range(count)))
     for number, devices in ((1, "0"), (count, everything)):
         with _service(number, devices) as (port, process):
@@ -352,28 +318,22 @@ def workers(count: int, size: int, seconds: float) -> list[Row]:
             for name in "ab":
                 query = f"/tensors/{name}?shape={size}x{size}&dtype=fp16"
                 Peer(port).exchange("PUT", query, memoryview(x).cast("B"), accept="application/json")
-            load = Load(port, 6 * number, target)
-            time.sleep(3)
-            begun = time.perf_counter()
-            time.sleep(seconds)
-            rates[number] = load.rate(begun, begun + seconds)
+            clients = Clients(port, 6 * number, target, accept="application/json")
+            clients.window(3)
+            seen = clients.window(seconds)
+            rates[number] = seen.answers / seen.seconds
             if number == count > 1:
-                rows.append(_kill_one(port, process, load, rates[number], count))
-            load.stop()
-            if load.failures:
-                raise SystemExit(f"requests failed: {load.failures[:3]}")
-            rows.append(_residency(port, number))
+                yield _kill_one(port, process, clients, rates[number], count, seconds)
+            clients.stop()
+            yield _residency(port, number)
     flops = 2.0 * size**3
-    rows.append(
-        {
-            "name": f"{count} workers at {size}³ fp16, resident operands, D kept",
-            "requests_per_second": rates[count],
-            "one_worker_requests_per_second": rates[1],
-            "flops_per_second": rates[count] * flops,
-            "ratio": rates[count] / (count * rates[1]),
-        }
-    )
-    return rows
+    yield {
+        "name": f"{count} workers at {size}³ fp16, resident operands, D kept",
+        "requests_per_second": rates[count],
+        "one_worker_requests_per_second": rates[1],
+        "flops_per_second": rates[count] * flops,
+        "ratio": rates[count] / (count * rates[1]),
+    }
 
 
 def _await_workers(port: int, count: int) -> None:
@@ -405,31 +365,54 @@ def _residency(port: int, number: int) -> Row:
     return {"name": f"placements with {number} workers", "outcome": "counted", "detail": seen}
 
 
-def _kill_one(port: int, process: subprocess.Popen[bytes], load: Load, rate: float, count: int) -> Row:
+def _kill_one(
+    port: int, process: subprocess.Popen[bytes], clients: Clients, rate: float, count: int, seconds: float
+) -> Row:
+    """One GPU's workers are killed for a whole window, each as soon as it is started."""
     import psutil
 
-    victims = psutil.Process(process.pid).children()
-    victims[0].kill()
+    front = psutil.Process(process.pid)
+    victim, *others = front.children()
+    alive = {other.pid for other in others}
+    victim.kill()
     began = time.perf_counter()
-    # A process with a CUDA context takes a while to be gone; the outage is between those two moments.
+    # A process with a CUDA context takes a while to be gone; what it held runs elsewhere then.
     while _metrics(port).get("gemm_workers_ready", 0) == count and time.perf_counter() - began < 30:
         time.sleep(0.02)
-    gone = time.perf_counter()
-    while _metrics(port).get("gemm_workers_ready", 0) < count and time.perf_counter() - gone < 60:
+    gone = time.perf_counter() - began
+    stop = threading.Event()
+
+    def keep_down() -> None:
+        while not stop.wait(0.05):
+            for child in front.children():
+                if child.pid not in alive:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+
+    killer = threading.Thread(target=keep_down)
+    killer.start()
+    try:
+        clients.window(1)  # raises where a request failed, here and below
+        during = clients.window(max(10.0, seconds))
+    finally:
+        stop.set()
+        killer.join()
+    until = time.perf_counter() + 60
+    while _metrics(port).get("gemm_workers_ready", 0) < count and time.perf_counter() < until:
         time.sleep(0.05)
-    back = time.perf_counter()
-    during = load.rate(gone + 0.2, back)
-    time.sleep(2)
+    clients.window(3)
+    after = clients.window(max(10.0, seconds))
     share = rate * (count - 1) / count
     return {
-        "name": "one worker killed under load",
-        "outcome": "nothing lost" if not load.failures else f"{len(load.failures)} requests failed",
+        "name": "one worker killed under load, and kept down",
+        "outcome": "nothing lost",
         "detail": {
             "requests_per_second_before": rate,
-            "requests_per_second_without_it": during,
-            "ratio_to_the_others_share": during / share,
-            "seconds_until_it_was_gone": gone - began,
-            "seconds_until_all_workers_are_back": back - began,
+            "requests_per_second_without_it": during.answers / during.seconds,
+            "ratio_to_the_others_share": during.answers / during.seconds / share,
+            "requests_per_second_after_it_is_back": after.answers / after.seconds,
+            "seconds_until_it_was_gone": gone,
+            "window_seconds": [during.seconds, after.seconds],
         },
     }
 
@@ -446,11 +429,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=8.0, help="length of a throughput window")
     parser.add_argument("--out", type=Path, help="folder for the results file")
-    parser.add_argument("--part", action="append", help="only these parts")
+    parser.add_argument(
+        "--part", action="append", choices=["links", "sharded", "workers"], help="only these parts"
+    )
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no part is begun")
     options = parser.parse_args()
     count = options.gpus or torch.cuda.device_count()
     rows: list[Row] = []
-    parts = {
+    parts: dict[str, Callable[[], Iterable[Row]]] = {
         "links": lambda: links(count),
         "sharded": lambda: sharded(count, options.size, options.rounds),
         "workers": lambda: workers(count, options.worker_size, options.seconds),
@@ -462,23 +448,27 @@ def main() -> None:
         "driver": _driver(),
     }
     failed = []
-    for name, part in parts.items():
-        if options.part and name not in options.part:
-            continue
+
+    def note(name: str, row: Row) -> None:
+        """A row is written at once, so that a run that is cut short keeps what it found."""
+        print(row, flush=True)
+        rows.append({"part": name, **row})
+        record.write(options.machine, "gpus", rows, details=details, packages=PACKAGES, folder=options.out)
+
+    begun = time.perf_counter()
+    for name in options.part or parts:
         started = time.perf_counter()
+        if started - begun > options.budget:
+            failed.append(name)
+            note(name, {"name": name, "outcome": "not begun", "detail": "the time was used up"})
+            continue
         try:
-            found = part()
+            for row in parts[name]():
+                note(name, row)
         except (Exception, SystemExit) as error:  # what the other parts found must come home
             failed.append(name)
-            found = [{"name": name, "outcome": "failed", "detail": f"{type(error).__name__}: {error}"}]
-        for row in found:
-            print(row, flush=True)
-        rows += [{"part": name, **row} for row in found]
+            note(name, {"name": name, "outcome": "failed", "detail": f"{type(error).__name__}: {error}"})
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-        path = record.write(
-            options.machine, "gpus", rows, details=details, packages=PACKAGES, folder=options.out
-        )
-    print(f"written: {path}")
     sys.exit(1 if failed else 0)
 
 

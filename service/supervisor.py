@@ -102,6 +102,7 @@ class Supervisor:
         self._waiting: dict[int, _Waiting] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._due: asyncio.Handle | None = None
         self._orphaned = 0.0
         self._rates = Rates()
         self._idle = asyncio.Event()
@@ -205,7 +206,7 @@ class Supervisor:
         self._waiting[work.id] = waiting
         self._idle.clear()
         self.queue.put(work)
-        self._dispatch()
+        self._dispatch_soon()
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -245,8 +246,18 @@ class Supervisor:
                 "no_worker", self.handles[0].detail or "no worker can be started", retry_after=30.0
             )
 
+    def _dispatch_soon(self) -> None:
+        """Dispatch once all requests that this turn of the loop has read are in the queue, so that they can stack.
+
+        They are tasks that run in the next turn, some of them after what is called soon now: hence two turns.
+        """
+        if self._due is None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_soon(loop.call_soon, self._dispatch)
+
     def _dispatch(self) -> None:
         """Give batches to workers that have room for one."""
+        self._due = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -344,7 +355,7 @@ class Supervisor:
             self._settle(work, item, stages, len(flight.works))
         for watcher in self.watchers:
             watcher(flight.works, done)
-        self._dispatch()
+        self._dispatch_soon()
 
     def _keep(self, handle: Handle, work: Work) -> None:
         """D stays on the worker's device; if nobody waits for it any more, it may go."""

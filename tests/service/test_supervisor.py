@@ -235,3 +235,8 @@ def test_an_outcome_tells_its_time_by_stage_word() -> None:
     outcome = Outcome("reference-numpy", "only", "why", 0.25, 0.5, 1, admit_seconds=0.125)
     assert outcome.stages(1.0) == {"admit": 0.125, "batch": 0.25, "link": 0.125, "kernel": 0.5}
     assert outcome.stages(0.7)["link"] == 0  # a stack's seconds are those of the batch
+
+
+async def test_what_arrives_in_one_turn_of_the_loop_is_one_batch(bench: Bench) -> None:
+    outcomes = await asyncio.gather(*(bench.gemm(A, B, deadline=None) for _ in range(30)))
+    assert {outcome.batched for outcome in outcomes} == {30}
