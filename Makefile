@@ -14,7 +14,7 @@ CI := 'ci and not gpu and not slow'
 # Tests that hold real processes to times get a second try on a machine that others use too; each is reported.
 AGAIN := --reruns 1 -r R
 
-.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu lint proto audit sbom soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-ray lint proto audit sbom soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -61,6 +61,10 @@ test-ci: $(VENV)/.dev lint browser perf-analyzer ## Run the wider set: clean ins
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
 	$(PYTEST) -m gpu --timeout 600
+
+test-ray: $(VENV)/.dev ## Run the tests of Ray Serve on a local cluster of three raylets (installs Ray)
+	$(PIP) -e '.[ray]'
+	$(PYTEST) -m slow --timeout 600 tests/service/test_ray_serve.py
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .
