@@ -85,7 +85,10 @@ class GemmFields(BaseModel):
         description="A row's bits depend neither on M nor on other requests; false lets the fastest way run",
     )
     variant: str = Field(
-        "auto", min_length=1, max_length=VARIANT_CHARACTERS, description="Kernel variant, or auto"
+        "auto",
+        min_length=1,
+        max_length=VARIANT_CHARACTERS,
+        description="Kernel variant, auto, or sharded: over all devices together",
     )
     deadline_ms: Annotated[Finite, Field(ge=0, le=LONGEST_MS)] | None = Field(
         None, description="Milliseconds after which the work is not begun (504)"

@@ -28,6 +28,7 @@ from service.messages import Batch, BatchDone, ItemDone, Ready, Report
 from service.metrics import Metrics
 from service.place import Seat, Why, place, stored
 from service.regions import Regions
+from service.team import VARIANT, Team, together, too_large, why_not
 
 log = logging.getLogger("gemm.supervisor")
 
@@ -123,6 +124,9 @@ class Supervisor:
             )
             for index, spot in enumerate(places(options.workers, os.environ))
         ]
+        self.team = Team(
+            arena, self.regions, [handle.place for handle in self.handles], options.arguments, options.times
+        )
         metrics.live("gemm_queue_depth", "Requests that wait for a worker.", lambda: float(self.queue.depth))
         metrics.live(
             "gemm_queue_seconds", "Estimated seconds of the work that waits.", lambda: self.queue.seconds
@@ -173,6 +177,7 @@ class Supervisor:
         for handle in self.handles:
             handle.drain()
         runs = self._tasks[: len(self.handles)]
+        await self.team.close(grace)
         if runs:
             await asyncio.wait(runs, timeout=max(1.0, min(grace, 5.0)))
         for handle in self.handles:
@@ -202,7 +207,10 @@ class Supervisor:
             except BaseException:
                 work.release()
                 raise
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), self._admit(work))
+        admitting = self._admit(work)
+        if self._is_sharded(work):
+            return await self._submit_sharded(work, admitting)
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), admitting)
         self._waiting[work.id] = waiting
         self._idle.clear()
         self.queue.put(work)
@@ -237,6 +245,38 @@ class Supervisor:
             return work.arrived - began
         finally:
             self.metrics.took("admit", time.monotonic() - began)
+
+    def _is_sharded(self, work: Work) -> bool:
+        """Whether it goes to all devices together: it asks for that, or no device has room for it."""
+        if work.params.variant == VARIANT:
+            return True
+        larger = work.params.variant == "auto" and too_large(work, self.handles)
+        return larger and why_not(work, self.handles) is None
+
+    async def _submit_sharded(self, work: Work, admitting: float) -> Outcome:
+        try:
+            if (because := why_not(work, self.handles)) is not None:
+                raise ServiceError("unsupported", because, field="variant")
+            for operand in stored(work):
+                await self.kept.bring(operand.tensor)
+        except BaseException:
+            work.release()
+            raise
+        begun = work.arrived
+
+        def begin() -> None:
+            nonlocal begun
+            begun = time.monotonic()
+            self.metrics.queue_wait.observe(begun - work.arrived)
+
+        done = together(await self.team.submit(work, begin))
+        (item,) = done.items
+        self._count(done)
+        self.metrics.choice(item.variant, item.reason)
+        for watcher in self.watchers:
+            watcher((work,), done)
+        seconds = sum(done.seconds.values())
+        return Outcome(item.variant, item.reason, item.why, begun - work.arrived, seconds, 1, admitting)
 
     def _check_open(self) -> None:
         if self.draining:
@@ -340,13 +380,8 @@ class Supervisor:
         now = time.monotonic()
         spent = now - flight.sent
         stages = sum(done.seconds.values())
-        for stage, seconds in done.seconds.items():
-            self.metrics.took(stage, seconds)
+        self._count(done)
         self.metrics.took("link", max(0.0, spent - stages))
-        for variant, flops in done.flops.items():
-            self.metrics.flops.labels(variant).inc(flops)
-        for variant, busy in done.busy.items():
-            self.metrics.kernel_busy.labels(variant).inc(busy)
         if done.flops:
             self.estimate.learn(sum(done.flops.values()), sum(w.nbytes for w in flight.works), stages)
         for work, item in zip(flight.works, done.items, strict=True):
@@ -366,6 +401,14 @@ class Supervisor:
         self.kept.note(handle.index, work.out)
         if handle.residency is not None:
             handle.residency.note(work.out)
+
+    def _count(self, done: BatchDone) -> None:
+        for stage, seconds in done.seconds.items():
+            self.metrics.took(stage, seconds)
+        for variant, flops in done.flops.items():
+            self.metrics.flops.labels(variant).inc(flops)
+        for variant, busy in done.busy.items():
+            self.metrics.kernel_busy.labels(variant).inc(busy)
 
     def _settle(self, work: Work, item: ItemDone, seconds: float, batched: int) -> None:
         if item.code:
@@ -443,6 +486,7 @@ class Supervisor:
     def _unmap(self, region: int) -> None:
         for handle in self.handles:
             handle.unmap(region)
+        self.team.forget(region)
 
     # -- inner --------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     link = WorkerLink(socket.socket(fileno=arguments.link))
     memory = Memory(Arena(arguments.arena, arguments.arena_bytes))
     try:
-        driver = open_driver(arguments.device, arguments.backend, arguments.index, memory)
+        driver = (
+            open_rank(arguments, memory)
+            if arguments.ranks
+            else open_driver(arguments.device, arguments.backend, arguments.index, memory)
+        )
         driver.start(link.send)
     except CannotStart as reason:
         log.error("can't start on %s: %s", arguments.device, reason)
@@ -88,6 +92,17 @@ def open_driver(device: str, backend: str, index: int, memory: Memory) -> Driver
 
         return VirtualDriver(memory, backend)
     raise CannotStart(f"device {device!r} has no driver in this build", needs_person=True)
+
+
+def open_rank(arguments: argparse.Namespace, memory: Memory) -> Driver:
+    """The driver of one rank of products over several devices."""
+    from service.drivers.shard import Rank, ShardDriver
+
+    on_gpu = arguments.device == "cuda" or (arguments.device == "auto" and _gpus())
+    gpu = arguments.index if on_gpu else None
+    library = "auto" if on_gpu else arguments.backend
+    rank = Rank(arguments.rank, arguments.ranks, arguments.rendezvous, gpu, library)
+    return ShardDriver(memory, rank, arguments.rank_seconds)
 
 
 def _gpus() -> int:
@@ -207,6 +222,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arena", type=int, required=True, help="descriptor of the arena's memfd")
     parser.add_argument("--arena-bytes", type=int, required=True)
     parser.add_argument("--index", type=int, default=0, help="which of the visible GPUs")
+    parser.add_argument("--ranks", type=int, default=0, help="of how many ranks this is one; 0: a worker")
+    parser.add_argument("--rank", type=int, default=0, help="which of them")
+    parser.add_argument("--rendezvous", default="", help="file by which ranks find each other")
+    parser.add_argument("--rank-seconds", type=float, default=120.0, help="how long they may take for that")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--log-format", default="auto")

@@ -70,15 +70,6 @@ def deploy(folder: Path, **arguments: Any) -> None:
     serve.run(application(Arguments(settings=settings, num_cpus=0.5, **arguments)), route_prefix="/")
 
 
-def workers() -> list[psutil.Process]:
-    """The service's worker processes."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "service.worker" in (process.info["cmdline"] or ()):
-            found.append(process)
-    return found
-
-
 def until(true: Callable[[], Any], seconds: float, what: str) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -145,12 +136,25 @@ class Load:
             assert not thread.is_alive()
 
 
-def nodes_of_replicas() -> list[str]:
-    """Ids of the nodes that replicas run on."""
-    from ray.util.state import list_actors
+def family(node: Any, word: str) -> list[psutil.Process]:
+    """The processes below a node's raylet whose command line has `word`."""
+    (raylet,) = node.all_processes["raylet"]
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(raylet.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if word in " ".join(process.cmdline()):
+                    found.append(process)
+    return found
 
-    actors = list_actors(filters=[("state", "=", "ALIVE")], limit=1000)
-    return [actor.node_id for actor in actors if actor.class_name.startswith("ServeReplica")]
+
+def replicas(node: Any) -> list[psutil.Process]:
+    return family(node, "ServeReplica")
+
+
+def workers(cluster: Any) -> list[psutil.Process]:
+    """The service's worker processes on all nodes."""
+    return [process for node in cluster.worker_nodes for process in family(node, "service.worker")]
 
 
 def test_it_scales_with_load_and_a_node_killed_under_load_loses_nothing(
@@ -161,17 +165,22 @@ def test_it_scales_with_load_and_a_node_killed_under_load_loses_nothing(
     load = Load(url, 8)
     try:
         load.goes_on(10, 60)
-        until(lambda: len(set(workers())) >= 2, 90, "a second replica")
-        for worker in workers():
+        until(lambda: len(workers(cluster)) >= 2, 90, "a second replica")
+        for worker in workers(cluster):
             # Each replica was lent a whole GPU, and its workers see that one alone.
             assert worker.environ()["CUDA_VISIBLE_DEVICES"] in ("0", "1")
-        victim = nodes_of_replicas()[0]
-        node = next(each for each in cluster.worker_nodes if each.node_id == victim)
+        victim = max(cluster.worker_nodes, key=lambda node: len(replicas(node)))
+        dying = replicas(victim)
+        assert dying
         before = len(load.refused)
-        cluster.remove_node(node, allow_graceful=False)
-        until(lambda: victim not in nodes_of_replicas(), 60, "the dead node's replicas are gone")
+        cluster.remove_node(victim, allow_graceful=False)
+        until(
+            lambda: not any(process.is_running() for process in dying),
+            60,
+            "the dead node's replicas are gone",
+        )
         load.goes_on(30, 120)
-        assert nodes_of_replicas()
+        assert any(replicas(node) for node in cluster.worker_nodes)
     finally:
         load.stop()
     assert load.wrong == []
@@ -181,7 +190,8 @@ def test_it_scales_with_load_and_a_node_killed_under_load_loses_nothing(
 
 def test_two_replicas_share_a_gpu(cluster: Any, url: str, tmp_path: Path) -> None:
     deploy(tmp_path, num_gpus=0.5, min_replicas=2, max_replicas=2)
-    seen = until(lambda: len(workers()) == 2 and workers(), 90, "two workers")
+    until(lambda: len(workers(cluster)) == 2, 90, "two workers")
+    seen = workers(cluster)
     until(lambda: httpx.get(f"{url}/health/ready").status_code == 200, 60, "ready")
     assert {len(worker.environ()["CUDA_VISIBLE_DEVICES"].split(",")) for worker in seen} == {1}
     # Each has a folder of its own.

@@ -1,0 +1,129 @@
+"""Products over several workers' devices: real ranks on gloo behind /gemm, and what a rank's death costs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import psutil
+import pytest
+
+from tests.service.real import Service, raw, result, running
+
+pytestmark = pytest.mark.ci
+
+RNG = np.random.default_rng(11)
+A, B = RNG.standard_normal((301, 190)), RNG.standard_normal((190, 257))
+C, BIAS = RNG.standard_normal((301, 257)), RNG.standard_normal(257)
+HEAVY = RNG.standard_normal((3000, 3000))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    flags = ("--workers", "2", "--device", "cpu", "--hang-seconds", "20", "--arena-bytes", "512MiB")
+    with running(tmp_path_factory.mktemp("team"), *flags) as one:
+        yield one.ready()
+
+
+def ranks(service: Service) -> list[psutil.Process]:
+    return [each for each in service.workers() if "--rank" in each.cmdline()]
+
+
+def sharded(service: Service, a: np.ndarray, b: np.ndarray | str, **query: object) -> np.ndarray:
+    answer = service.gemm(a, b, variant="sharded", **query)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-gemm-variant"] == "sharded"
+    return result(answer)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
+def test_it_has_the_bits_of_one_worker(service: Service, kind: type) -> None:
+    a, b = A.astype(kind), B.astype(kind)
+    alone = result(service.gemm(a, b, variant="reference-numpy"))
+    assert sharded(service, a, b).tobytes() == alone.tobytes()
+    assert len(ranks(service)) == 2
+
+
+def test_bfloat16_with_epilogue_by_handle_and_transposed(service: Service) -> None:
+    kind = ml_dtypes.bfloat16
+    a, b, c, bias = (x.astype(kind) for x in (A, B, C, BIAS))
+    for name, x in (("wt", np.ascontiguousarray(b.T)), ("c", c), ("bias", bias)):
+        assert service.put(name, x).status_code in (200, 201)
+    query = {
+        **{"trans_b": "true", "c": "handle:c", "bias": "handle:bias"},
+        **{"alpha": 0.5, "beta": 2, "activation": "relu", "trans_a": "true", "out": "handle:d"},
+    }
+    stored = raw(np.ascontiguousarray(a.T), "wt", variant="sharded", durable="true", **query)
+    answer = service.http.post("/gemm", **stored)
+    assert answer.status_code == 200, answer.text
+    got = service.http.get("/tensors/d", headers={"accept": "application/octet-stream"})
+    d = np.frombuffer(got.content, kind).reshape(301, 257).astype(np.float64)
+    wide = [x.astype(np.float64) for x in (a, b, c, bias)]
+    want = np.maximum(0.5 * wide[0] @ wide[1] + 2 * wide[2] + wide[3], 0)
+    np.testing.assert_allclose(d, want, rtol=2e-2, atol=2e-2)
+
+
+def test_bias_along_m_and_two_at_once_take_turns(service: Service) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = [pool.submit(sharded, service, A, B * n) for n in range(1, 5)]
+        for n, answer in enumerate(asked, 1):
+            np.testing.assert_allclose(answer.result(60), A @ (B * n), rtol=1e-10, atol=1e-9)
+    assert service.put("m", BIAS[:2]).status_code in (200, 201)
+    d = sharded(service, A[:2], B, bias="handle:m", bias_dim="m")
+    np.testing.assert_allclose(d, A[:2] @ B + BIAS[:2, None], rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stands_still_is_a_clear_error_and_the_service_goes_on(
+    tmp_path: Path, blow: signal.Signals
+) -> None:
+    flags = ("--workers", "2", "--device", "cpu", "--hang-seconds", "2", "--ping-seconds", "0.2")
+    with running(tmp_path / "data", *flags, "--arena-bytes", "512MiB") as service:
+        service.ready()
+        assert service.put("heavy", HEAVY).status_code in (200, 201)
+        sharded(service, A, B)
+        workers = {each.pid for each in service.workers()} - {each.pid for each in ranks(service)}
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            victim = ranks(service)[1]
+            victim.suspend()
+            body = {"a": {"handle": "heavy"}, "b": {"handle": "heavy"}, "variant": "sharded"}
+            asked = pool.submit(service.http.post, "/gemm", json={**body, "out": {"handle": "d"}})
+            if blow is signal.SIGKILL:
+                admitted = lambda: service.metric("gemm_queue_wait_seconds_count") >= 2  # noqa: E731
+                service.until(admitted, what="the ranks have it")
+                victim.kill()
+            # Meanwhile the workers answer.
+            np.testing.assert_allclose(result(service.gemm(A, B)), A @ B, rtol=1e-10, atol=1e-9)
+            answer = asked.result(60)
+        assert (answer.status_code, answer.json()["code"]) == (503, "no_worker")
+        assert "rank" in answer.json()["detail"]
+        assert not ranks(service)
+        np.testing.assert_allclose(sharded(service, A, B), A @ B, rtol=1e-10, atol=1e-9)
+        assert {each.pid for each in service.workers()} - {each.pid for each in ranks(service)} == workers
+        assert service.metric("gemm_arena_bytes", state="request") == 0
+        assert service.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "because"),
+    [(A[:1], B, "at least 2 rows"), (np.stack([A, A]), np.stack([B, B]), "no batch")],
+    ids=["one row", "batch"],
+)
+def test_what_ranks_cannot_take_is_refused(
+    service: Service, a: np.ndarray, b: np.ndarray, because: str
+) -> None:
+    answer = service.gemm(a, b, variant="sharded")
+    assert (answer.status_code, answer.json()["code"]) == (422, "unsupported")
+    assert because in answer.json()["detail"]
+
+
+def test_one_worker_alone_cannot_shard(tmp_path: Path) -> None:
+    with running(tmp_path / "data") as service:
+        service.ready()
+        answer = service.gemm(A, B, variant="sharded")
+    assert (answer.status_code, answer.json()["field"]) == (422, "variant")
+    assert "two workers" in answer.json()["detail"]
