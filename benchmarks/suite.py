@@ -1,6 +1,7 @@
 """Own kernels against cuBLAS and cuBLASLt: receives a GPU and libraries, hands on suite.json and a table.
 
-    python -m benchmarks.suite [--dtype fp16] [--layout nn] [--only TEXT] [--all] [--machine h200] [--out DIR]
+    python -m benchmarks.suite [--dtype fp16] [--layout nn] [--only TEXT] [--all] [--profile] [--machine h200]
+    python -m benchmarks.suite --layouts    # nt, tn and tt at 4096³ and 8192³
 
 Each shape: the selector (no table) names a variant; its D is checked element by element by the API's error
 bound against fp64, NaN before the launch; then all are timed. A contender is a CUDA graph of some launches
@@ -8,6 +9,7 @@ over sets of normal inputs that together exceed L2. Burst: after a pause one rep
 blocks of a quarter second, forth and back (A B C C B A), which is what counts. A ratio is the faster
 reference's median over ours. What TMA can't address is packed within the timed graph. With --all every own
 variant is timed in short blocks as well, which tells how far the selector was from the best (selector.json).
+With --profile what bounds each shape below its goal is read from NVML and ncu (benchmarks/profile.py).
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ SHAPES = (  # batch, m, n, k
     (1, 1000, 3000, 500),
     (64, 512, 512, 512),
 )
+LAYOUT_SHAPES = ((1, 4096, 4096, 4096), (1, 8192, 8192, 8192))  # timed with transposed operands too
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 BEGIN = "<!-- suite: python -m benchmarks.suite --readme -->\n"
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
@@ -370,7 +373,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for burst, r in pairs:
         p = r["problem"]
         shape = "×".join(str(p[key]) for key in ("m", "n", "k"))
-        shape = f"{p['batch']}×" * (p["batch"] > 1) + shape
+        shape = f"{p['batch']}×" * (p["batch"] > 1) + shape + f" {p.get('layout', 'nn')}"
         lines.append(
             f"{shape:<24}{r['variant']:<30}{r['seconds']['median'] * 1e6:>9.1f}{r['tflops']:>9.0f}"
             f"{r['bytes_per_second'] / 1e12:>6.2f}{max(r['sm_clock_mhz'], default=0):>6}"
@@ -461,12 +464,17 @@ def readme(text: str, results: Path) -> str:
     return f"{before}{BEGIN}{section}{end}{after}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where a result was wrong."""
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description="Time the shape suite.")
     parser.add_argument("--dtype", default="fp16", choices=["fp16", "bf16"])
     parser.add_argument(
         "--layout", default="nn", choices=["nn", "nt", "tn", "tt"], help="t: stored transposed"
+    )
+    parser.add_argument(
+        "--layouts", action="store_true", help="time nt, tn and tt instead; writes suite-layouts"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="profile shapes below goal; writes profile.json"
     )
     parser.add_argument("--only", default="", help="shapes whose MxNxK holds this text")
     parser.add_argument("--rounds", type=int, default=15, help="bursts of each contender")
@@ -474,7 +482,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", help="folder of the results (default: from the device's name)")
     parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
     parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where a result was wrong."""
+    options = _options(argv)
     if options.readme:
         README.write_text(readme(README.read_text(), RESULTS))
         return 0
@@ -494,10 +507,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{device.name}: a reduction reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     rows: list[dict[str, Any]] = []
     failed = 0
-    for shape in SHAPES:
+    dtype = DType(options.dtype)
+    problems = [problem_of(shape, dtype, options.layout) for shape in SHAPES]
+    if options.layouts:
+        problems = [problem_of(s, dtype, layout) for layout in ("nt", "tn", "tt") for s in LAYOUT_SHAPES]
+    for problem in problems:
+        shape = (problem.batch, problem.m, problem.n, problem.k)
         if options.only not in "x".join(map(str, shape)):
             continue
-        problem = problem_of(shape, DType(options.dtype), options.layout)
         try:
             rows += measure(problem, ours, clock, options.rounds, options.all)
         except AssertionError as wrong:
@@ -511,9 +528,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cuda": torch.version.cuda, "reduction_bytes_per_second": bandwidth,
         "build": ours.runtime.build_hash,
     }  # fmt: skip
-    suffix = ("" if options.dtype == "fp16" else f"-{options.dtype}") + (
-        "" if options.layout == "nn" else f"-{options.layout}"
-    )
+    layout = "layouts" if options.layouts else options.layout
+    suffix = "".join(f"-{part}" for part in (options.dtype, layout) if part not in ("fp16", "nn"))
     packages = ["torch", "apache-tvm-ffi", "nvidia-cublas"]
     print(write(machine, f"suite{suffix}", timed, details=details, packages=packages, folder=options.out))
     if options.all:
@@ -522,6 +538,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(selector_table(short, chosen))
         print(
             write(machine, f"selector{suffix}", short, details=details, packages=packages, folder=options.out)
+        )
+    if options.profile:
+        from benchmarks import profile
+
+        found = profile.profile(timed, ours, clock, bandwidth)
+        print(profile.table(found))
+        print(
+            write(machine, f"profile{suffix}", found, details=details, packages=packages, folder=options.out)
         )
     return 1 if failed else 0
 
