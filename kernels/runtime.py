@@ -186,8 +186,7 @@ class Runtime:
             chosen = self._by_name[choice.variant]
             wrong = self._unproven(chosen, tidy)
             if wrong is None:
-                before()
-                self.launch(chosen, problem, operands)
+                self.launch(chosen, problem, operands, before=before)
                 return choice
             log.error("variant %s is quarantined: %s", choice.variant, wrong)
             self.bar(choice.variant, wrong)
@@ -294,21 +293,31 @@ class Runtime:
         )
 
     def launch(
-        self, variant: Variant, problem: Problem, operands: Operands, *, blocks: int | None = None
+        self,
+        variant: Variant,
+        problem: Problem,
+        operands: Operands,
+        *,
+        blocks: int | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         """Queue one own variant, packing A and B where TMA can't address them.
 
-        blocks: how many a persistent kernel may use, by default as many as the device holds.
+        blocks: how many a persistent kernel may use, by default as many as the device holds. before: as in `run`.
         """
         if variant in self.grouped:
+            before()
             self.launch_group(variant, [(problem, operands)], blocks=blocks)
             return
         compiled = cast(Compiled, variant)
+        fitting = as_packed(problem)
+        if fitting is not problem:  # packing is part of the product's work
+            before()
+            before = _nothing
         given = self._prepare(problem, operands)
         a, b, c, d, bias, tail = given.a, given.b, given.c, given.d, given.bias, problem.epilogue
-        fitting = as_packed(problem)
         ready = self._load(compiled.function(fitting))
-        ready.call(
+        arguments = (
             a,
             b,
             d.data_ptr(),
@@ -323,6 +332,8 @@ class Runtime:
             blocks or compiled.blocks(fitting, ready.ctas),
             compiled.raster(fitting, self.device),
         )
+        before()
+        ready.call(*arguments)
 
     def load_all(self) -> int:
         """Load every function of variants that may run, so that capture and first use wait for none."""

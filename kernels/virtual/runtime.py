@@ -55,13 +55,19 @@ class VirtualRuntime(Runtime):
         self._launching = threading.RLock()
 
     def launch(
-        self, variant: Variant, problem: Problem, operands: Operands, *, blocks: int | None = None
+        self,
+        variant: Variant,
+        problem: Problem,
+        operands: Operands,
+        *,
+        blocks: int | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         """Execute one own variant. Raises Misbehaved."""
         with self._launching:
             given = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
             self._tensors = {name: x for name, x in given.items() if x is not None}
-            super().launch(variant, problem, operands, blocks=blocks)
+            super().launch(variant, problem, operands, blocks=blocks, before=before)
 
     def launch_group(
         self, variant: GroupVariant, items: Sequence[tuple[Problem, Operands]], *, blocks: int | None = None
