@@ -31,6 +31,8 @@ class Work:
     """One GEMM on its way. `seconds` is its estimated time on the device; times are CLOCK_MONOTONIC seconds;
     `flops_per_second` is the quota of the key that sent it.
 
+    `trace` is the id of the trace that it belongs to, "" for none.
+
     `release` gives the operands back; it is called once, when nothing can read them any more. `retries` counts
     the workers that died with it.
     """
@@ -49,6 +51,7 @@ class Work:
     seconds: float = 0.0
     arrived: float = 0.0
     retries: int = 0
+    trace: str = ""
     release: Callable[[], None] = _nothing
     stack_key: tuple[object, ...] | None = field(init=False)
 

@@ -61,7 +61,6 @@ class Gate:
         self._app = app
         self._owner = owner
         self._hosts: frozenset[str] | None = None
-        self._tracer: Tracer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, from its head to its end."""
@@ -104,14 +103,15 @@ class Gate:
 
         async def sender(message: Message) -> None:
             error = sys.exception()
+            services: Services = self._owner.state.services
             if message["type"] == "lifespan.startup.complete":
-                endpoint = self._owner.state.services.settings.otel_endpoint
-                self._tracer = Tracer(endpoint) if endpoint is not None else None
+                endpoint = services.settings.otel_endpoint
+                services.tracer = Tracer(endpoint) if endpoint is not None else None
             elif message["type"] == "lifespan.startup.failed":
                 if isinstance(error, SettingsError | ServiceError | OSError):
                     message = {**message, "message": str(error)}
-            elif self._tracer is not None:
-                await asyncio.to_thread(self._tracer.close)
+            elif services.tracer is not None:
+                await asyncio.to_thread(services.tracer.close)
             await send(message)
 
         return sender
@@ -153,9 +153,16 @@ class Gate:
             services.metrics.reject("client_gone")
         stages: dict[str, float] = scope["state"]["stages"]
         probe = route == "/metrics" or route.startswith(_PROBES)
-        if self._tracer is not None and not probe:
-            attributes = {"http.request.method": scope["method"], "http.route": route}
-            self._tracer.request(trace, seconds, stages, {**attributes, "http.response.status_code": code})
+        if services.tracer is not None and not probe:
+            method: str = scope["method"]
+            attributes = {
+                "http.request.method": method,
+                "http.route": route,
+                "http.response.status_code": code,
+            }
+            services.tracer.request(
+                f"{method} {route}", trace, seconds, stages, attributes, failed=code >= 500
+            )
         emit = _log.debug if probe else _log.info
         emit(
             "request",

@@ -54,6 +54,11 @@ class Trace(NamedTuple):
         """What is handed on to whom this process calls."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
 
+    @property
+    def sampled(self) -> bool:
+        """Whether whoever started the trace keeps it."""
+        return bool(int(self.flags, 16) & 1)
+
     @classmethod
     def take(cls, traceparent: str | None) -> Trace:
         """A new span in the caller's trace, or in a new trace where none (or a malformed one) was sent."""
@@ -76,6 +81,7 @@ def _valid(match: re.Match[str]) -> bool:
 class _Bound(NamedTuple):
     request_id: str
     trace: Trace
+    stages: dict[str, float]
 
 
 _context: ContextVar[_Bound | None] = ContextVar("gemm_request", default=None)
@@ -83,12 +89,24 @@ _context: ContextVar[_Bound | None] = ContextVar("gemm_request", default=None)
 
 def bind(request_id: str, trace: Trace) -> Token[_Bound | None]:
     """From here on, lines of this task and of those it starts carry the request's id and trace."""
-    return _context.set(_Bound(request_id, trace))
+    return _context.set(_Bound(request_id, trace, {}))
 
 
 def unbind(token: Token[_Bound | None]) -> None:
     """Undo `bind`."""
     _context.reset(token)
+
+
+def stages() -> dict[str, float]:
+    """Seconds of each stage of this context's request, for whoever does a stage to fill in."""
+    bound = _context.get()
+    return {} if bound is None else bound.stages
+
+
+def sampled_trace() -> str:
+    """Id of the trace that this context's request belongs to; "" for none, or where its caller doesn't keep it."""
+    bound = _context.get()
+    return bound.trace.trace_id if bound is not None and bound.trace.sampled else ""
 
 
 class Log:

@@ -6,7 +6,9 @@ Every label has a bound: `code` is an HTTP status, `reason` and `stage` are enum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,10 +19,12 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+
+from service.logs import sampled_trace
 
 #: Stage words, in the order in which a request meets them; file names, logs and traces use the same.
 STAGES = ("decode", "admit", "batch", "link", "copy_in", "kernel", "copy_out", "reply")
@@ -61,6 +65,29 @@ _FINE = (
     5.0,
 )
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+#: An exemplar in each bucket is renewed no more often than this: it costs as much as ten observations.
+EXEMPLAR_SECONDS = 1.0
+
+
+class _Traced:
+    """A histogram whose buckets name a trace each, as OpenMetrics' exemplars."""
+
+    def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
+        self._histogram, self._bounds = histogram, bounds
+        self._renewed = [float("-inf")] * (len(bounds) + 1)
+
+    def observe(self, seconds: float, trace: str | None = None) -> None:
+        """`trace`: its id, "" for none; by default that of the request of this context."""
+        trace = sampled_trace() if trace is None else trace
+        if trace:
+            bucket, now = bisect_left(self._bounds, seconds), time.monotonic()
+            if now - self._renewed[bucket] >= EXEMPLAR_SECONDS:
+                self._renewed[bucket] = now
+                self._histogram.observe(seconds, {"trace_id": trace})
+                return
+        self._histogram.observe(seconds)
 
 
 class _Live(Collector):
@@ -169,9 +196,10 @@ class Metrics:
             self.rejected.labels(reason)
         for reason in RESTARTS:
             self.restarts.labels(reason)
-        self._stages = {name: self.stage.labels(name) for name in STAGES}
+        self._stages = {name: _Traced(self.stage.labels(name), _FINE) for name in STAGES}
+        self._queue_wait = _Traced(self.queue_wait, _FINE)
         self._requests: dict[tuple[str, int], Counter] = {}
-        self._durations: dict[str, Histogram] = {}
+        self._durations: dict[str, _Traced] = {}
         self._placements: dict[tuple[int, str], Counter] = {}
         self._active: set[tuple[str, str]] = set()
         self._choices: dict[tuple[str, str], Counter] = {}
@@ -182,13 +210,19 @@ class Metrics:
         counter = self._requests.get(key)
         if counter is None:
             counter = self._requests[key] = self.requests.labels(route, str(code))
-            self._durations.setdefault(route, self.duration.labels(route))
+            if route not in self._durations:
+                self._durations[route] = _Traced(self.duration.labels(route), _DURATIONS)
         counter.inc()
         self._durations[route].observe(seconds)
 
-    def took(self, stage: str, seconds: float) -> None:
-        """A stage took `seconds`."""
-        self._stages[stage].observe(seconds)
+    def took(self, stage: str, seconds: float, trace: str | None = None) -> None:
+        """A stage took `seconds`, for a request of `trace` (see _Traced)."""
+        self._stages[stage].observe(seconds, trace)
+
+    def waited(self, seconds: float, trace: str) -> None:
+        """A product waited in the queue, which is the stage "batch"."""
+        self._queue_wait.observe(seconds, trace)
+        self._stages["batch"].observe(seconds, trace)
 
     def reject(self, code: str) -> None:
         """A request was refused with a code of service.errors."""
@@ -227,22 +261,31 @@ class Metrics:
             self.quarantined.labels(variant, reason if reason in QUARANTINES else "fault").set(1)
 
     def live(
-        self, name: str, text: str, read: Callable[[], float | Mapping[str, float]], label: str = ""
+        self,
+        name: str,
+        text: str,
+        read: Callable[[], float | Mapping[str, float]],
+        label: str = "",
+        **constant: str,
     ) -> None:
-        """Register a gauge that is read when scraped; a mapping gives one sample a value of `label`."""
+        """Register a gauge that is read when scraped; a mapping gives one sample a value of `label`.
+
+        `constant` labels stand on every sample of a mapping.
+        """
 
         def source() -> list[GaugeMetricFamily]:
             value = read()
             if isinstance(value, Mapping):
-                family = GaugeMetricFamily(name, text, labels=[label])
+                family = GaugeMetricFamily(name, text, labels=[label, *constant])
                 for key, number in value.items():
-                    family.add_metric([key], number)
+                    family.add_metric([key, *constant.values()], number)
             else:
                 family = GaugeMetricFamily(name, text, value=value)
             return [family]
 
         self._live.sources.append(source)
 
-    def exposition(self) -> bytes:
-        """All metrics in the Prometheus text format."""
-        return generate_latest(self.registry)
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """All metrics and their Content-Type: OpenMetrics, with exemplars, where `accept` names it, else plain text."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type

@@ -132,6 +132,7 @@ class Now:
             **rates(self.sample(services.metrics, at)),
             "queue": {"depth": supervisor.queue.depth, "seconds": supervisor.queue.seconds},
             "tensor": [tensor(worker, reports.get(worker["index"])) for worker in workers],
+            "flops_ratio": supervisor.ratio.read(at),
             "quarantined": {n: why for report in reports.values() for n, why in report.quarantined.items()},
             "workers": workers,
             "arena": {**services.slots.bytes_by_state, "free": services.slots.free},

@@ -7,6 +7,7 @@ client certificate that it asks for.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 _SECONDS = 10.0  # for a scraper to send its head
@@ -14,7 +15,7 @@ _HEAD_BYTES = 16384
 
 
 async def serve(
-    host: str, port: int, exposition: Callable[[], bytes], ready: Callable[[], bool]
+    host: str, port: int, exposition: Callable[[str], tuple[bytes, str]], ready: Callable[[], bool]
 ) -> asyncio.Server:
     """Listen until the returned server is closed."""
 
@@ -32,7 +33,11 @@ async def serve(
     return await asyncio.start_server(answer, host, port, limit=_HEAD_BYTES)
 
 
-def _reply(head: bytes, exposition: Callable[[], bytes], ready: Callable[[], bool]) -> bytes:
+_ACCEPT = re.compile(rb"\r\naccept:([^\r\n]*)", re.IGNORECASE)
+
+
+def _reply(head: bytes, exposition: Callable[[str], tuple[bytes, str]], ready: Callable[[], bool]) -> bytes:
+    kind = "text/plain; charset=utf-8"
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if path not in (b"/metrics", b"/health/live", b"/health/ready"):
@@ -40,14 +45,15 @@ def _reply(head: bytes, exposition: Callable[[], bytes], ready: Callable[[], boo
     elif method not in (b"GET", b"HEAD"):
         status, body = "405 Method Not Allowed\r\nAllow: GET, HEAD", b""
     elif path == b"/metrics":
-        status, body = "200 OK", exposition()
+        accept = b",".join(_ACCEPT.findall(head)).decode("latin-1")
+        status, (body, kind) = "200 OK", exposition(accept)
     elif path == b"/health/live" or ready():
         status, body = "200 OK", b"ok\n"
     else:
         status, body = "503 Service Unavailable", b"no worker takes work\n"
     lines = (
         f"HTTP/1.1 {status}",
-        "Content-Type: text/plain; version=0.0.4; charset=utf-8",
+        f"Content-Type: {kind}",
         f"Content-Length: {len(body)}",
         "Connection: close",
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from service.settings import Settings
     from service.store import TensorStore
     from service.supervisor import Supervisor
+    from service.traces import Tracer
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class Services:
     local: LocalServer | None = None
     inference: State = field(init=False)
     now: Now = field(default_factory=Now)
+    #: Open while the app serves, where a collector is set.
+    tracer: Tracer | None = None
 
     def __post_init__(self) -> None:
         self.inference = State(self.settings, self.keys.in_force)

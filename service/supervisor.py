@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,8 +25,9 @@ from service.gpus import places
 from service.handle import SLOWEST_BYTES_PER_SECOND, Flight, Handle, State, Times
 from service.kept import Kept
 from service.messages import Batch, BatchDone, ItemDone, Ready, Report
-from service.metrics import Metrics
+from service.metrics import STAGES, Metrics
 from service.place import Seat, Why, place, stored
+from service.ratio import FlopsRatio, ideal_seconds, peaks
 from service.regions import Regions
 from service.team import VARIANT, Team, together, too_large, why_not
 
@@ -49,17 +50,12 @@ class Outcome:
     queue_seconds: float
     compute_seconds: float
     batched: int
-    admit_seconds: float = 0.0
+    seconds: Mapping[str, float]
 
     def stages(self, spent: float) -> dict[str, float]:
-        """The `spent` seconds of one who submitted it, by stage word: for the log and for traces."""
-        link = max(0.0, spent - self.admit_seconds - self.queue_seconds - self.compute_seconds)
-        return {
-            "admit": self.admit_seconds,
-            "batch": self.queue_seconds,
-            "link": link,
-            "kernel": self.compute_seconds,
-        }
+        """The `spent` seconds of one who submitted it, by stage word in their order: for the log and for traces."""
+        told = {**self.seconds, "link": max(0.0, spent - sum(self.seconds.values()))}
+        return {stage: told[stage] for stage in STAGES if stage in told}
 
 
 @dataclass(slots=True)
@@ -106,6 +102,7 @@ class Supervisor:
         self._due: asyncio.Handle | None = None
         self._orphaned = 0.0
         self._rates = Rates()
+        self.ratio = FlopsRatio()
         self._idle = asyncio.Event()
         self._idle.set()
         self.kept = Kept(lambda worker, operand: self.handles[worker].fetch(operand))
@@ -130,6 +127,13 @@ class Supervisor:
         metrics.live("gemm_queue_depth", "Requests that wait for a worker.", lambda: float(self.queue.depth))
         metrics.live(
             "gemm_queue_seconds", "Estimated seconds of the work that waits.", lambda: self.queue.seconds
+        )
+        metrics.live(
+            "gemm_flops_ratio",
+            "FLOPs asked for over those that the datasheet's peak allows: an estimate, not a reading.",
+            lambda: self.ratio.read(time.monotonic()),
+            "gpu",
+            peak="datasheet",
         )
         metrics.live("gemm_workers_ready", "Workers that take work.", lambda: float(len(self._ready())))
 
@@ -244,7 +248,7 @@ class Supervisor:
                 work.seconds = self.estimate.seconds(work.flops, work.nbytes)
             return work.arrived - began
         finally:
-            self.metrics.took("admit", time.monotonic() - began)
+            self.metrics.took("admit", time.monotonic() - began, work.trace)
 
     def _is_sharded(self, work: Work) -> bool:
         """Whether it goes to all devices together: it asks for that, or no device has room for it."""
@@ -267,16 +271,19 @@ class Supervisor:
         def begin() -> None:
             nonlocal begun
             begun = time.monotonic()
-            self.metrics.queue_wait.observe(begun - work.arrived)
+            self.metrics.waited(begun - work.arrived, work.trace)
 
         done = together(await self.team.submit(work, begin))
         (item,) = done.items
-        self._count(done)
+        self._count(done, work.trace)
+        self._compare([work], self.handles, time.monotonic())
         self.metrics.choice(item.variant, item.reason)
         for watcher in self.watchers:
             watcher((work,), done)
         seconds = sum(done.seconds.values())
-        return Outcome(item.variant, item.reason, item.why, begun - work.arrived, seconds, 1, admitting)
+        queued = begun - work.arrived
+        stages = {"admit": admitting, "batch": queued, **done.seconds}
+        return Outcome(item.variant, item.reason, item.why, queued, seconds, 1, stages)
 
     def _check_open(self) -> None:
         if self.draining:
@@ -355,8 +362,7 @@ class Supervisor:
             waiting = self._waiting.get(work.id)
             if waiting is not None:
                 waiting.sent = now
-            self.metrics.queue_wait.observe(now - work.arrived)
-            self.metrics.took("batch", now - work.arrived)
+            self.metrics.waited(now - work.arrived, work.trace)
         self.metrics.batch_requests.observe(len(works))
         # A batch behind others waits for them too; a hang is far beyond any estimate.
         estimated = handle.queued_seconds + sum(work.seconds for work in works)
@@ -369,6 +375,7 @@ class Supervisor:
         device = ready.device
         peak = max(device.get("peak_flops", {}).values(), default=1e11)
         self.estimate = Estimate(peak, device.get("bandwidth", 1e10))
+        self.ratio.known(str(handle.index), bool(peaks(device)))
         self.metrics.build_info.clear()
         self.metrics.build_info.labels(
             ready.versions.get("service", ""), device["name"], ready.versions.get("backend", "")
@@ -380,14 +387,17 @@ class Supervisor:
         now = time.monotonic()
         spent = now - flight.sent
         stages = sum(done.seconds.values())
-        self._count(done)
-        self.metrics.took("link", max(0.0, spent - stages))
+        trace = flight.works[0].trace
+        self._count(done, trace)
+        self.metrics.took("link", max(0.0, spent - stages), trace)
+        right = [work for work, item in zip(flight.works, done.items, strict=True) if not item.code]
+        self._compare(right, [handle], now)
         if done.flops:
             self.estimate.learn(sum(done.flops.values()), sum(w.nbytes for w in flight.works), stages)
         for work, item in zip(flight.works, done.items, strict=True):
             if item.kept:
                 self._keep(handle, work)
-            self._settle(work, item, stages, len(flight.works))
+            self._settle(work, item, done.seconds, len(flight.works))
         for watcher in self.watchers:
             watcher(flight.works, done)
         self._dispatch_soon()
@@ -402,15 +412,21 @@ class Supervisor:
         if handle.residency is not None:
             handle.residency.note(work.out)
 
-    def _count(self, done: BatchDone) -> None:
+    def _count(self, done: BatchDone, trace: str) -> None:
         for stage, seconds in done.seconds.items():
-            self.metrics.took(stage, seconds)
+            self.metrics.took(stage, seconds, trace)
         for variant, flops in done.flops.items():
             self.metrics.flops.labels(variant).inc(flops)
         for variant, busy in done.busy.items():
             self.metrics.kernel_busy.labels(variant).inc(busy)
 
-    def _settle(self, work: Work, item: ItemDone, seconds: float, batched: int) -> None:
+    def _compare(self, works: Sequence[Work], handles: Sequence[Handle], now: float) -> None:
+        """Hold what `handles` computed in equal shares against their datasheets."""
+        for handle in handles:
+            if handle.ready is not None and (peak := peaks(handle.ready.device)):
+                self.ratio.ended(str(handle.index), now, ideal_seconds(works, peak) / len(handles))
+
+    def _settle(self, work: Work, item: ItemDone, seconds: dict[str, float], batched: int) -> None:
         if item.code:
             named = item.code == "unsupported" and work.params.variant != "auto"
             refusal = ServiceError(item.code, item.detail, field="variant" if named else None)
@@ -421,9 +437,10 @@ class Supervisor:
         waiting = self._waiting.get(work.id)
         if waiting is not None and not waiting.future.done():
             queued = waiting.sent - work.arrived
-            waiting.future.set_result(
-                Outcome(item.variant, item.reason, item.why, queued, seconds, batched, waiting.admit_seconds)
-            )
+            stages = {"admit": waiting.admit_seconds, "batch": queued, **seconds}
+            spent = sum(seconds.values())
+            outcome = Outcome(item.variant, item.reason, item.why, queued, spent, batched, stages)
+            waiting.future.set_result(outcome)
         self._finish(work)
 
     def _on_end(self, handle: Handle, reason: str, flights: list[Flight]) -> None:

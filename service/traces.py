@@ -45,17 +45,23 @@ class Tracer:
         self._processor: Any = BatchSpanProcessor(OTLPSpanExporter(endpoint))
 
     def request(
-        self, trace: Trace, seconds: float, stages: Mapping[str, float], attributes: Mapping[str, Any]
+        self,
+        name: str,
+        trace: Trace,
+        seconds: float,
+        stages: Mapping[str, float],
+        attributes: Mapping[str, Any],
+        *,
+        failed: bool,
     ) -> None:
         """A request ended now, after `seconds`; its stages came one after the other."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        if not int(trace.flags, 16) & 1:
+        if not trace.sampled:
             return
         ended = time.time_ns()
         began = ended - round(seconds * 1e9)
         context = _context(trace, trace.span_id)
-        failed = int(attributes["http.response.status_code"]) >= 500
         at = began
         for stage, took in stages.items():
             until = at + round(took * 1e9)
@@ -63,7 +69,6 @@ class Tracer:
             self._end(stage, inner, context, SpanKind.INTERNAL, at, until, {}, Status())
             at = until
         parent = _context(trace, trace.parent_id, remote=True) if trace.parent_id else None
-        name = f"{attributes['http.request.method']} {attributes['http.route']}"
         status = Status(StatusCode.ERROR) if failed else Status()
         self._end(name, context, parent, SpanKind.SERVER, began, ended, attributes, status)
 

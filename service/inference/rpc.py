@@ -146,7 +146,7 @@ class Rpc:
         """The call between the keys and the log."""
 
         async def guarded(request: Any, context: Any) -> Any:
-            async with _Watched(self._services, name) as watched:
+            async with _Watched(self._services, name, context) as watched:
                 try:
                     watched.principal = self._admit(name, context)
                     return await call(request, watched.principal, context)
@@ -211,6 +211,9 @@ class Rpc:
         finally:
             request.out.release()
         ended = time.perf_counter()
+        logs.stages().update(
+            {"decode": decoded - started, **outcome.stages(computed - decoded), "reply": ended - computed}
+        )
         self._services.metrics.took("decode", decoded - started)
         self._services.metrics.took("reply", ended - computed)
         times = Times(
@@ -225,7 +228,7 @@ class Rpc:
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Requests one after the other; a refused one is told in its place, and the stream goes on."""
         problem: ServiceError | None = None
-        async with _Watched(self._services, "ModelStreamInfer") as watched:
+        async with _Watched(self._services, "ModelStreamInfer", context) as watched:
             try:
                 watched.principal = self._admit("ModelStreamInfer", context)
             except ServiceError as error:
@@ -237,7 +240,7 @@ class Rpc:
             await context.abort(status_code(problem), problem.detail)
 
     async def _streamed(self, message: Any, principal: Principal, context: Any) -> Any:
-        async with _Watched(self._services, "ModelInfer") as watched:
+        async with _Watched(self._services, "ModelInfer", context) as watched:
             try:
                 response = await self._infer(message, principal, context)
             except Exception as error:
@@ -328,15 +331,17 @@ class Rpc:
 class _Watched:
     """One call from its begin to its end: its line in the log, its count in the metrics, its key's share."""
 
-    def __init__(self, services: Services, name: str) -> None:
+    def __init__(self, services: Services, name: str, context: Any) -> None:
         self._services = services
+        self._name = name
         self._route = f"grpc/{name}"
+        self._trace = logs.Trace.take(dict(context.invocation_metadata() or ()).get("traceparent"))
         self._refused: ServiceError | None = None
         self.principal: Principal | None = None
 
     async def __aenter__(self) -> _Watched:
         self._started = time.perf_counter()
-        self._token = logs.bind(logs.new_id(), logs.Trace.take(None))
+        self._token = logs.bind(logs.new_id(), self._trace)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -348,7 +353,13 @@ class _Watched:
         services.metrics.request(self._route, code, seconds)
         if left or self._refused is not None:
             services.metrics.reject("client_gone" if self._refused is None else self._refused.code)
-        _log.info("request", route=self._route, code=code, seconds=round(seconds, 6))
+        stages = logs.stages()
+        if services.tracer is not None:
+            attributes = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": self._name}
+            failed = code >= 500
+            services.tracer.request(self._route, self._trace, seconds, stages, attributes, failed=failed)
+        told = {f"{stage}_seconds": round(took, 6) for stage, took in stages.items()}
+        _log.info("request", route=self._route, code=code, seconds=round(seconds, 6), **told)
         logs.unbind(self._token)
 
     def refused(self, error: Exception) -> ServiceError:

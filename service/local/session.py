@@ -272,7 +272,8 @@ class Session:
         """One product, from its packet to its answer, in log and metrics."""
         started = time.perf_counter()
         request_id = message.request_id[:128] or logs.new_id()
-        token = logs.bind(request_id, logs.Trace.take(None))
+        trace = logs.Trace.take(None)
+        token = logs.bind(request_id, trace)
         status, refused = _CLIENT_LEFT, "client_gone"
         keys = self._services.keys
         try:
@@ -294,8 +295,13 @@ class Session:
             self._services.metrics.request(ROUTE, status, seconds)
             if refused:
                 self._services.metrics.reject(refused)
+            stages = logs.stages()
+            if self._services.tracer is not None:
+                tell = self._services.tracer.request
+                tell(ROUTE, trace, seconds, stages, {"gemm.status": status}, failed=status >= 500)
             told = {"refused": refused} if refused else {}
-            _log.info("request", route=ROUTE, code=status, seconds=round(seconds, 6), **told)
+            took = {f"{stage}_seconds": round(took, 6) for stage, took in stages.items()}
+            _log.info("request", route=ROUTE, code=status, seconds=round(seconds, 6), **told, **took)
             logs.unbind(token)
 
     async def _product(
@@ -310,9 +316,12 @@ class Session:
         except BaseException:
             operands.release()
             raise
-        services.metrics.took("decode", time.perf_counter() - started)
+        decoded = time.perf_counter()
+        services.metrics.took("decode", decoded - started)
         try:
             outcome = await services.supervisor.submit(work)
+            spent = time.perf_counter() - decoded
+            logs.stages().update({"decode": decoded - started, **outcome.stages(spent)})
             out = request.plan.out
             headers = {name.decode(): value.decode() for name, value in outcome_headers(outcome)}
             headers |= {"x-request-id": request_id, "x-gemm-shape": emit_shape(out.shape)}

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.types import Receive, Scope, Send
 
-from service import reply
+from service import logs, reply
 from service.arena import Slot
 from service.batch import DEFAULT_PRIORITY, Work
 from service.decode import GemmRequest, decode
@@ -51,6 +51,7 @@ def work_of(services: Services, request: GemmRequest, principal: Principal) -> W
         priority=request.priority or DEFAULT_PRIORITY,
         deadline=request.deadline,
         release=release,
+        trace=logs.sampled_trace(),
     )
 
 

@@ -154,8 +154,9 @@ async def _ready(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _metrics(scope: Scope, receive: Receive, send: Send) -> None:
-    body = scope["app"].state.services.metrics.exposition()
-    response = Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+    accept = Transfer.of(scope, receive, send).header(b"accept") or ""
+    body, content_type = scope["app"].state.services.metrics.exposition(accept)
+    response = Response(body, headers={"content-type": content_type, "vary": "accept"})
     await response(scope, receive, send)
 
 
@@ -176,5 +177,5 @@ async def ready() -> dict[str, Any]:
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 @plain(_metrics)
 async def metrics() -> Response:
-    """The text exposition format."""
+    """The text exposition format; OpenMetrics, with trace ids as exemplars, for whoever asks for it."""
     raise AssertionError("plain")

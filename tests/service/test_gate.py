@@ -49,6 +49,7 @@ class Parts:
     settings: Settings
     keys: Keys
     metrics: Counts = field(default_factory=Counts)
+    tracer: Any = None
 
 
 class Body(BaseModel):

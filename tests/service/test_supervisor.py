@@ -212,7 +212,7 @@ async def test_two_workers_share_the_work_and_one_that_dies_takes_only_itself_ou
     await bench.until(lambda: bench.supervisor.handles[0].state is not State.READY)
     assert bench.supervisor.ready
     await asyncio.gather(*tasks)
-    text = bench.metrics.exposition().decode()
+    text = bench.metrics.exposition()[0].decode()
     assert 'gemm_placements_total{reason="least_queued",worker="0"}' in text
     assert 'worker="1"' in text
     await bench.supervisor.drain(10)
@@ -224,7 +224,7 @@ async def test_what_a_worker_reports_of_its_device_is_measured() -> None:
     bench.supervisor._on_report(
         bench.supervisor.handles[0], Report({"cached": 7, "only": 2}, sm_clock_mhz=1440.0)
     )
-    text = bench.metrics.exposition().decode()
+    text = bench.metrics.exposition()[0].decode()
     assert 'gemm_device_bytes{gpu="0",state="cached"} 7.0' in text
     assert 'gemm_device_bytes{gpu="0",state="only"} 2.0' in text
     assert 'gemm_sm_clock_hertz{gpu="0"} 1.44e+09' in text
@@ -232,8 +232,11 @@ async def test_what_a_worker_reports_of_its_device_is_measured() -> None:
 
 
 def test_an_outcome_tells_its_time_by_stage_word() -> None:
-    outcome = Outcome("reference-numpy", "only", "why", 0.25, 0.5, 1, admit_seconds=0.125)
-    assert outcome.stages(1.0) == {"admit": 0.125, "batch": 0.25, "link": 0.125, "kernel": 0.5}
+    seconds = {"admit": 0.01, "batch": 0.25, "copy_in": 0.1, "kernel": 0.4}
+    outcome = Outcome("reference-numpy", "only", "why", 0.25, 0.5, 1, seconds)
+    told = outcome.stages(1.0)
+    assert told == {"admit": 0.01, "batch": 0.25, "link": pytest.approx(0.24), "copy_in": 0.1, "kernel": 0.4}
+    assert list(told) == ["admit", "batch", "link", "copy_in", "kernel"]
     assert outcome.stages(0.7)["link"] == 0  # a stack's seconds are those of the batch
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import http.server
+import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from service import traces
+from service.client import Client
+from service.metrics import STAGES
 from service.settings import SettingsError, load
+from tests.service.real import Service, raw, running
 from tests.service.test_gate import app_with
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -91,6 +98,58 @@ async def test_spans_of_a_request_and_its_stages(collector: Collector) -> None:
     assert request.start_time_unix_nano <= request.end_time_unix_nano
     assert not failed.parent_span_id
     assert failed.status.code == 2  # error
+
+
+@pytest.mark.parametrize("way", ["http", "grpc", "local"])
+def test_a_product_of_a_real_service_leaves_a_span_for_each_stage(
+    collector: Collector, tmp_path: Path, way: str
+) -> None:
+    endpoint = f"http://127.0.0.1:{collector.server_address[1]}"
+    x = np.eye(64, dtype=np.float32)
+    flags = ("--otel-endpoint", endpoint, "--log-format", "json", "--grpc-port", "0")
+    with running(tmp_path, *flags) as service:
+        service.ready()
+        ask(service, way, x)
+        assert service.stop() == 0  # what is left is sent then
+    roots = [span for span in collector.spans if span.name in NAMES[way]]
+    (root,) = roots
+    inner = {span.name: span for span in collector.spans if span.parent_span_id == root.span_id}
+    assert [stage for stage in STAGES if stage in inner] == list(inner)
+    assert set(inner) >= {"decode", "admit", "batch", "link", "kernel"}
+    for span in inner.values():
+        assert span.trace_id == root.trace_id
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+    lines = [json.loads(line) for line in service.lines if '"event":"request"' in line]
+    (line,) = [line for line in lines if line["trace_id"] == root.trace_id.hex()]
+    assert {f"{stage}_seconds" for stage in inner} <= set(line)
+    if way != "local":  # whose protocol carries no trace
+        assert root.trace_id.hex() == "a" * 32
+        assert root.parent_span_id.hex() == "b" * 16
+
+
+NAMES = {"http": {"POST /gemm"}, "grpc": {"grpc/ModelInfer"}, "local": {"local"}}
+CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+def ask(service: Service, way: str, x: Any) -> None:
+    """One product."""
+    if way == "http":
+        request = raw(x, x)
+        request["headers"]["traceparent"] = CALLER
+        assert service.http.post("/gemm", **request).status_code == 200
+    elif way == "local":
+        with Client(service.url) as client:
+            near = client.empty(x.shape, x.dtype)
+            near[:] = x
+            client.gemm(near, x)
+    else:
+        triton = pytest.importorskip("tritonclient.grpc")
+        (port,) = {match[1] for line in service.lines if (match := re.search(r"gRPC on port (\d+)", line))}
+        inputs = [triton.InferInput(name, [64, 64], "FP32") for name in "AB"]
+        for each in inputs:
+            each.set_data_from_numpy(x)
+        with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            client.infer("gemm_fp32", inputs, headers={"traceparent": CALLER})
 
 
 def test_without_the_extra_the_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
