@@ -11,11 +11,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import parse_qsl
 from weakref import WeakKeyDictionary
 
 import msgspec
+from pydantic import BaseModel
 
 from service.arena import Slot, Slots
 from service.errors import ServiceError
@@ -50,6 +51,7 @@ _LARGE_JSON = 1 << 20
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 Run = Callable[..., Awaitable[Any]]
+Question = TypeVar("Question", bound=BaseModel)
 
 _RAW_ONLY = ("a_shape", "b_shape", "c_shape", "dtype", "c_dtype", "bias_dtype")
 
@@ -202,6 +204,13 @@ def require_json(transfer: Transfer) -> None:
         )
 
 
+async def read_question(transfer: Transfer, model: type[Question]) -> Question:
+    """A small request in JSON, without query fields."""
+    no_query(transfer.scope)
+    require_json(transfer)
+    return validate(model, numbers.loads(await transfer.read_all(QUESTION_BYTES)))
+
+
 def parse_query(text: bytes) -> dict[str, str]:
     """Query fields; one given twice is refused."""
     try:
@@ -212,9 +221,11 @@ def parse_query(text: bytes) -> dict[str, str]:
         if not text:
             return {}
         raise ServiceError("malformed", "the query can't be parsed", field="query") from None
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ServiceError("invalid", "a query field is given twice", field="query")
+    fields: dict[str, str] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ServiceError("invalid", f"{name[:64]}: is given twice", field=name[:64])
+        fields[name] = value
     return fields
 
 

@@ -175,6 +175,8 @@ def server(data: Path, device: str = "auto") -> Iterator[str]:
         str(data),
         "--log-level",
         "warning",
+        "--audit-file",
+        str(data / "audit.log"),
     ]
     clean = {
         name: value

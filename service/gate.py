@@ -177,8 +177,9 @@ class Gate:
         )
 
 
-#: Headers that the gate reads; of these the first two may come once only.
-_ONCE = frozenset({b"host", b"authorization"})
+#: Headers that may come once only: of two, one layer might take the first and another the last.
+_ONCE = frozenset({b"host", b"authorization", b"content-type", b"content-encoding", b"idempotency-key"})
+#: Headers that are looked at here.
 _READ = _ONCE | {b"origin", b"traceparent", b"x-request-id"}
 
 
@@ -196,10 +197,11 @@ class _Headers(dict[bytes, bytes]):
 
     def check(self, *, host: bool) -> None:
         """ServiceError malformed where one that may come once came twice, or no Host came and `host`."""
-        wrong = self.twice or (b"host" if host and b"host" not in self else None)
-        if wrong is not None:
-            field = wrong.decode()
-            raise ServiceError("malformed", f"exactly one {field} header is needed", field=field)
+        if self.twice is not None:
+            field = self.twice.decode()
+            raise ServiceError("malformed", f"the header {field} came twice", field=field)
+        if host and b"host" not in self:
+            raise ServiceError("malformed", "a host header is needed", field="host")
 
     def text(self, name: bytes) -> str | None:
         """The value of a header."""

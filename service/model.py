@@ -220,6 +220,8 @@ class StepBody(GemmFields):
 
 Model = TypeVar("Model", bound=BaseModel)
 
+#: What is told where an operand has another form.
+_FORMS = 'numbers, {"b64", "dtype", "shape"} or {"handle"} are taken here'
 #: Fields that say how D is kept.
 _KEEPING = ("durable", "ttl_seconds")
 
@@ -254,5 +256,6 @@ def _invalid(error: ValidationError) -> ServiceError:
     # The path's second part is the tag of an operand's form, which is no field of the client's.
     path = [part for at, part in enumerate(first["loc"]) if at != 1 or isinstance(part, int)]
     field = ".".join(map(str, path))[:200] or "body"
-    detail = f"{field}: {first['msg']}" + (f" (and {len(more)} more)" if more else "")
+    told = _FORMS if first["type"] == "union_tag_invalid" else first["msg"]
+    detail = f"{field}: {told}" + (f" (and {len(more)} more)" if more else "")
     return ServiceError("invalid", detail[:500], field=field)

@@ -70,9 +70,9 @@ class _Preference:
 @lru_cache(maxsize=256)
 def negotiate(accept: str | None, default: Form) -> Form:
     """The form to reply in; ServiceError not_acceptable where Accept allows none."""
-    if accept is None or not accept.strip():
+    ranges = [_preference(part) for part in (accept or "").split(",") if part.strip()]
+    if not ranges:
         return default
-    ranges = [_preference(part) for part in accept.split(",") if part.strip()]
     # The request's own form first: it wins among equals.
     forms: list[Form] = [default, *(form for form in MEDIA if form != default)]
     quality, form = max(

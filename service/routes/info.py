@@ -10,12 +10,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from service.decode import JSON, QUESTION_BYTES, no_query, require_json
+from service.decode import JSON, read_question
 from service.errors import ServiceError
-from service.formats import numbers
 from service.formats.base import MAX_DIM
 from service.limits import limits_of
-from service.model import VARIANT_CHARACTERS, validate
+from service.model import VARIANT_CHARACTERS, Count, DTypeName, Flag, Real
 from service.reply import send_json
 from service.routes.plain import PlainRoute, plain
 from service.services import Services
@@ -23,7 +22,7 @@ from service.transfer import Transfer
 
 router = APIRouter(route_class=PlainRoute, tags=["info"])
 
-Extent = Annotated[int, Field(ge=0, le=MAX_DIM)]
+Extent = Annotated[Count, Field(ge=0, le=MAX_DIM)]
 
 
 class Question(BaseModel):
@@ -37,17 +36,17 @@ class Question(BaseModel):
     n: Extent
     k: Extent
     batch: Extent = 1
-    dtype: Literal["fp16", "bf16", "fp32", "fp64"] = "fp32"
-    out_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = None
-    trans_a: bool = False
-    trans_b: bool = False
-    alpha: float = 1.0
-    beta: float = 0.0
-    c: bool = Field(False, description="whether a C is given")
+    dtype: DTypeName = "fp32"
+    out_dtype: DTypeName | None = None
+    trans_a: Flag = False
+    trans_b: Flag = False
+    alpha: Real = 1.0
+    beta: Real = 0.0
+    c: Flag = Field(False, description="whether a C is given")
     bias: Literal["n", "m"] | None = Field(None, description="dimension of a bias, if one is given")
     activation: Literal["none", "relu", "gelu", "silu"] = "none"
     precision: Literal["ieee", "tf32"] = "ieee"
-    batch_invariant: bool = True
+    batch_invariant: Flag = True
     variant: str = Field("auto", max_length=VARIANT_CHARACTERS)
 
 
@@ -85,9 +84,9 @@ async def variants(request: Request) -> dict[str, Any]:
 
 async def _choose(scope: Scope, receive: Receive, send: Send) -> None:
     transfer = Transfer.of(scope, receive, send)
-    no_query(scope)
-    require_json(transfer)
-    question = validate(Question, numbers.loads(await transfer.read_all(QUESTION_BYTES)))
+    question = await read_question(transfer, Question)
+    if question.beta != 0 and not question.c:
+        raise ServiceError("invalid", "beta: needs c", field="beta")
     services: Services = scope["app"].state.services
     try:
         choice = await services.supervisor.ask("choose", question.model_dump())

@@ -20,8 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from service import results
 from service.conditional import etag, unchanged
-from service.decode import no_query
+from service.decode import JSON, no_query, read_question
 from service.errors import ServiceError
+from service.model import Count, Flag
+from service.reply import send_json
 from service.routes.info import services_of
 from service.routes.plain import PlainRoute, begin_events, plain
 from service.services import Services
@@ -150,15 +152,34 @@ class Schedule(BaseModel):
 
     arch: Literal["sm_90a", "sm_100a"] = "sm_100a"
     step: Literal[4, 5, 6, 7, 8, 9] = 9
-    depth: int = Field(4, ge=1, le=6, description="stages of the ring (PIPE_DEPTH)")
-    k_tiles: int = Field(8, ge=1, le=64, description="blocks of K in a tile")
-    tiles: int = Field(2, ge=1, le=4, description="tiles that a CTA (or cluster) computes")
-    same_phase: bool = Field(
+    depth: Count = Field(4, ge=1, le=6, description="stages of the ring (PIPE_DEPTH)")
+    k_tiles: Count = Field(8, ge=1, le=64, description="blocks of K in a tile")
+    tiles: Count = Field(2, ge=1, le=4, description="tiles that a CTA (or cluster) computes")
+    same_phase: Flag = Field(
         False, description="start producer and consumer at one phase, to see the deadlock"
     )
 
 
-@router.post("/timeline", summary="Play a kernel's schedule by the model")
-async def timeline(request: Request, schedule: Schedule) -> Any:
+async def _timeline(scope: Scope, receive: Receive, send: Send) -> None:
+    transfer = Transfer.of(scope, receive, send)
+    schedule = await read_question(transfer, Schedule)
+    services: Services = scope["app"].state.services
+    await send_json(transfer, await services.supervisor.ask("trace", schedule.model_dump()), [])
+
+
+@router.post(
+    "/timeline",
+    summary="Play a kernel's schedule by the model",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                JSON: {"schema": Schedule.model_json_schema(ref_template="#/components/schemas/{model}")}
+            },
+        },
+    },
+)
+@plain(_timeline)
+async def timeline() -> dict[str, Any]:
     """Lanes of roles and engines with their events, barriers with their phases, and how busy each engine was."""
-    return await services_of(request).supervisor.ask("trace", schedule.model_dump())
+    raise AssertionError("plain")

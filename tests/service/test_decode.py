@@ -112,6 +112,7 @@ async def test_specials_come_and_go(client: httpx.AsyncClient) -> None:
         ({"b": 7}, "b"),
         ({"b": None}, "b"),
         ({"b": {"handle": "../../etc"}}, "b.handle"),
+        ({"b": {"step": "x"}}, "b"),
         ({"b": {"handle": "x", "dtype": "fp32"}}, "b.dtype"),
         (
             {
@@ -311,7 +312,7 @@ async def decode_bytes_then_leave(services: Services, body: bytes) -> None:
         ("a_shape=2x2&b_shape=2x2", "dtype"),
         ("a_shape=2y2&b_shape=2x2&dtype=fp32", "a_shape"),
         ("a_shape=2x2&b_shape=2x2&dtype=f32", "dtype"),
-        ("a_shape=2x2&b_shape=2x2&dtype=fp32&dtype=fp16", "query"),
+        ("a_shape=2x2&b_shape=2x2&dtype=fp32&dtype=fp16", "dtype"),
         ("a_shape=2x2&b_shape=2x2&dtype=fp32&alpha=two", "alpha"),
         ("a_shape=2x2&b_shape=2x2&dtype=fp32&nope=1", "nope"),
         ("a_shape=2x2&b_shape=2x2&dtype=fp32&c_dtype=fp32", "c_dtype"),

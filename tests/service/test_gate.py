@@ -383,3 +383,14 @@ def test_http_1_1_needs_one_host(served: tuple[str, int]) -> None:
         with socket.create_connection(served, timeout=10) as connection:
             connection.sendall(head)
             assert b" 400 " in connection.recv(4096).splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["Content-Type", "Content-Encoding", "Idempotency-Key", "Authorization"])
+def test_a_header_that_may_come_once_is_refused_twice(served: tuple[str, int], name: str) -> None:
+    with socket.create_connection(served, timeout=10) as connection:
+        connection.sendall(
+            f"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n{name}: a\r\n{name}: b\r\n\r\n".encode()
+        )
+        reply = connection.recv(4096)
+    assert b" 400 " in reply.splitlines()[0]
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["field"] == name.lower()

@@ -43,6 +43,7 @@ async def client(services: Services) -> AsyncIterator[httpx.AsyncClient]:
     [
         (None, "raw", "raw"),
         ("", "safetensors", "safetensors"),
+        (", ,", "raw", "raw"),
         ("*/*", "json", "json"),
         ("application/*", "raw", "raw"),
         ("text/html, */*;q=0.1", "raw", "raw"),

@@ -49,6 +49,12 @@ async def test_a_question_is_handed_on_whole(site: Site, monkeypatch: pytest.Mon
         (b'{"m": 1, "n": 2}', JSON, "invalid", "k"),
         (b"[]", JSON, "invalid", "body"),
         (b'{"m": 1, "n": 2, "k": 3, "colour": 4}', JSON, "invalid", "colour"),
+        (b'{"m": 1, "n": 2, "k": 3, "k": 4}', JSON, "invalid", "k"),
+        (b'{"m": "1", "n": 2, "k": 3}', JSON, "invalid", "m"),
+        (b'{"m": true, "n": 2, "k": 3}', JSON, "invalid", "m"),
+        (b'{"m": 1, "n": 2, "k": 2147483648}', JSON, "invalid", "k"),
+        (b'{"m": 1, "n": 2, "k": 3, "beta": 1}', JSON, "invalid", "beta"),
+        (b'{"m": 1, "n": 2, "k": 3, "trans_a": 1}', JSON, "invalid", "trans_a"),
     ],
 )
 async def test_a_bad_question_is_refused(
@@ -70,3 +76,20 @@ async def test_a_variant_that_does_not_exist_is_the_field_at_fault(
         question = {"m": 1, "n": 2, "k": 3, "variant": variant}
         reply = await site.ann.post("/variants/choose", json=question)
         assert (reply.status_code, reply.json().get("field")) == (422, field)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "code", "field"),
+    [
+        (b"x", JSON, "malformed", "body"),
+        (b"{}", {"content-type": "text/plain"}, "unsupported_media_type", "content-type"),
+        (b'{"depth": 9}', JSON, "invalid", "depth"),
+        (b'{"same_phase": 1}', JSON, "invalid", "same_phase"),
+        (b'{"depth": 1, "depth": 2}', JSON, "invalid", "depth"),
+    ],
+)
+async def test_a_bad_schedule_is_refused_as_any_question(
+    site: Site, content: bytes, headers: dict[str, str], code: str, field: str
+) -> None:
+    problem = (await site.ann.post("/timeline", content=content, headers=headers)).json()
+    assert (problem["code"], problem["field"]) == (code, field)
