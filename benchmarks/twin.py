@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from benchmarks.record import RESULTS, cpu_machine, write
 from kernels.elementwise import NUMPY, Array
 from kernels.problem import Problem
 from kernels.verify import error_bound
+from kernels.virtual.cases import function_cases, step_cases
 from kernels.virtual.spread import Result, spread
-from kernels.virtual.subject import Case, Operands, cases, operands
+from kernels.virtual.subject import Case, Operands, operands
 
 ARCH = "sm_90a"
 VALUES = Path(__file__).parents[1] / "artefacts" / "twin.npz"
@@ -57,22 +59,12 @@ class Twin:
 def twins() -> Iterator[Twin]:
     """All functions of the Hopper ladder; of the product's, one layout a variant and types with normal draws."""
     seen: set[tuple[Any, ...]] = set()
-    for listed in cases(ARCH, list(range(1, 10)), every=True):
-        case, problem = listed, listed.problem
-        if case.step == 9:
-            problem = _smaller(problem)
-            case = replace(case, problem=problem, function=case.variant.function(problem))
+    steps = itertools.chain.from_iterable(step_cases(ARCH, number) for number in range(1, 9))
+    for case in itertools.chain(steps, function_cases(ARCH, (SIZE,))):
+        problem = case.problem
         kind = (case.step, case.variant, problem.m, problem.dtype, problem.out_dtype, _stores(case))
         yield Twin(case, kind not in seen)
         seen.add(kind)
-
-
-def _smaller(problem: Problem) -> Problem:
-    """The same kind of problem at a size that is quick to run; ragged ones (D by elements) are small already."""
-    if problem.m % 8 or problem.n % 8:
-        return problem
-    m, n, k = SIZE
-    return replace(problem, m=m, n=n, k=k, lda=0, ldb=0, ldc=0, ldd=0)
 
 
 def _stores(case: Case) -> bool:

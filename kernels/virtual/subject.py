@@ -7,24 +7,22 @@ CUDA runtime; the PTX beside each library is what runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from kernels import device, family, ladder
+from kernels import device
 from kernels.call import Compiled, code_of
 from kernels.elementwise import NUMPY, Array
 from kernels.libraries import Libraries
-from kernels.problem import BiasDim, DType, Epilogue, Problem
+from kernels.problem import Activation, BiasDim, Epilogue, Problem
 from kernels.verify import Verdict, check
 from kernels.virtual.host import host, on_device, run
 from kernels.virtual.machine import Options, Schedule
 from kernels.virtual.report import Finding, Report
-
-LADDER_STEPS = range(1, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,20 @@ class Case:
     def __str__(self) -> str:
         p = self.problem
         layers = f"{p.batch}×" if p.batch > 1 else ""
-        return f"{self.function} {layers}{p.m}×{p.n}×{p.k}"
+        kind = [f"to {p.out_dtype}"] if "plain" in self.function else []
+        return " ".join([f"{self.function} {layers}{p.m}×{p.n}×{p.k}", *kind, *_told(p.epilogue)])
+
+
+def _told(tail: Epilogue) -> Iterator[str]:
+    """What follows the product, where anything does."""
+    if tail.alpha != 1.0:
+        yield f"alpha {tail.alpha:g}"
+    if tail.reads_c:
+        yield f"beta {tail.beta:g}"
+    if tail.bias is not None:
+        yield f"bias {tail.bias}"
+    if tail.activation is not Activation.NONE:
+        yield str(tail.activation)
 
 
 @dataclass(slots=True)
@@ -204,68 +215,3 @@ def have(arch: str, functions: Iterable[str], root: Path | None = None) -> None:
 
     for function in sorted(set(functions)):
         build(arch, only=function, root=root)
-
-
-# M, N, K: whole tiles, and ragged edges in every dimension (rows in multiples of 8 elements, as TMA needs).
-SHAPES = {
-    1: ((128, 128, 64), (72, 104, 40)),
-    2: ((128, 128, 256), (72, 104, 200)),
-    3: ((256, 128, 128), (200, 136, 72)),
-}
-MORE = ((256, 256, 128), (200, 264, 328))
-LARGE = ((512, 512, 256), (392, 520, 712))
-
-
-def cases(arch: str, steps: list[int], *, every: bool = False) -> Iterator[Case]:
-    """Problems for each step; `every`: all functions of the Step 9 family, and epilogues."""
-    for number in steps:
-        if number in LADDER_STEPS:
-            rung = ladder.step(arch, number)
-            for dtype in (DType.FP16, DType.BF16):
-                for m, n, k in SHAPES.get(number, MORE):
-                    problem = Problem(m, n, k, dtype=dtype, out_dtype=dtype, trans_b=True)
-                    yield Case(number, rung.function(dtype), problem)
-        else:
-            yield from family_cases(arch, every=every)
-
-
-def family_cases(arch: str, *, every: bool = False) -> Iterator[Case]:
-    """One case a function of the Step 9 family, the epilogue and the shape in turn."""
-    chip = device.virtual(arch)
-    tails = (
-        Epilogue(),
-        Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N),
-    )
-    seen: set[str] = set()
-    for variant in family.own(arch):
-        for dtype in (DType.FP16, DType.BF16):
-            for trans_a, trans_b, out in _kinds(dtype, every):
-                for ragged in (False, True) if every else (False,):
-                    m, n, k = (131, 331, 205) if ragged else LARGE[len(seen) % 2]
-                    problem = Problem(
-                        m, n, k, dtype=dtype, out_dtype=out, trans_a=trans_a, trans_b=trans_b,
-                        epilogue=tails[len(seen) // 2 % 2], aligned=128,
-                    )  # fmt: skip
-                    if ragged:  # A and B in rows that TMA takes, D in rows that it doesn't
-                        problem = replace(problem, m=136 if trans_a else 131, k=208)
-                        problem = replace(problem, n=331 if trans_b else 328)
-                    if variant.unsupported(problem, chip) is not None:
-                        continue
-                    name = cast(Compiled, variant).function(problem)
-                    if name not in seen:
-                        seen.add(name)
-                        yield Case(9, name, problem, variant)
-        if not every and len(seen) >= 5:  # what a CI run has time for
-            return
-
-
-def _kinds(dtype: DType, every: bool) -> Iterator[tuple[bool, bool, DType]]:
-    if not every:
-        yield False, True, dtype
-        if dtype is DType.FP16:
-            yield True, False, DType.FP32
-        return
-    for trans_a in (False, True):
-        for trans_b in (False, True):
-            for out in (dtype, DType.FP32):
-                yield trans_a, trans_b, out

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from kernels.virtual import results
+from kernels.virtual.cases import cases
 from kernels.virtual.machine import Options
 from kernels.virtual.ptx import PtxError
 from kernels.virtual.spread import Result, spread
-from kernels.virtual.subject import Case, Subject, cases, have
+from kernels.virtual.subject import Case, Subject, have
 
 NOTE = "not covered: time, ptxas faults, register limits, weak memory, the hardware's order of accumulation"
 

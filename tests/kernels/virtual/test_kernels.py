@@ -17,8 +17,9 @@ pytest.importorskip("tvm_ffi")
 from kernels.build import build
 from kernels.libraries import default_root
 from kernels.virtual import edits, mutants
+from kernels.virtual.cases import cases
 from kernels.virtual.host import run
-from kernels.virtual.subject import Case, Subject, cases, family_arguments, operands
+from kernels.virtual.subject import Case, Subject, family_arguments, operands
 
 
 def subject(arch: str, case: Case) -> Subject:
