@@ -103,8 +103,8 @@ verify-virtual: $(VENV)/.dev ## All kernels on the virtual GPU, 16 schedules; wr
 	$(BIN)/python -m kernels verify --device virtual --arch sm_90a --all --schedules 16 --jobs 2 --json benchmarks/results/cpu/virtual-sm90a.json
 
 predict: $(VENV)/.dev ## What the model says of Steps 3 to 9 on B200 and H200; writes benchmarks/results
-	$(BIN)/python -m kernels predict --virtual --arch sm_100a --json benchmarks/results/cpu/model-b200.json
-	$(BIN)/python -m kernels predict --virtual --arch sm_90a --json benchmarks/results/cpu/model-h200.json
+	$(BIN)/python -m kernels predict --chip b200 --write
+	$(BIN)/python -m kernels predict --chip h200 --write
 
 bench-transport: $(VENV)/.dev ## Measure the ways to hand over large operands, tritonclient's among them; writes benchmarks/results
 	$(PIP) -e '.[bench]'

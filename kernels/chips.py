@@ -1,7 +1,6 @@
-"""Parameters of the models: receives nothing, hands on a `Chip` for each architecture, every number with its source.
+"""Parameters of the model: receives nothing, hands on a `Chip` for each architecture, every number with its source.
 
-Two models use them: the virtual GPU's clock (kernels/virtual/model.py), which times the compiled instructions, and
-the schedules' (kernels/model.py), which needs no compiler. Assumptions are marked so.
+The engines (kernels/engines.py) work by them. Assumptions are marked so.
 """
 
 from __future__ import annotations
@@ -34,9 +33,14 @@ class Chip:
     signal: Parameter  # commit or arrival to a waiting warp that goes on
     mma_latency: Parameter  # of the first result of an idle tensor core
     launch: Parameter  # seconds of a launch, first to last CTA
+    read_rate: Parameter  # bytes a cycle from tensor memory into registers
+    read_latency: Parameter
+    stage_rate: Parameter  # bytes a cycle from registers into shared memory
 
 
-def _chip(name: str, sms: int, clock: float, clock_source: str, mma: int, rate: float) -> Chip:
+def _chip(
+    name: str, sms: int, clock: float, clock_source: str, mma: int, rate: float, read_latency: Parameter
+) -> Chip:
     return Chip(
         name,
         Parameter(sms, "SMs", "datasheet"),
@@ -62,9 +66,18 @@ def _chip(name: str, sms: int, clock: float, clock_source: str, mma: int, rate: 
         Parameter(40, "cycles", "assumed: one round trip to shared memory and an issue"),
         Parameter(60, "cycles", "assumed: latency of the smallest wgmma (arXiv 2402.13499, H100)"),
         Parameter(4e-6, "s", "assumed: an empty kernel between two events, 2.5 to 5 µs"),
+        Parameter(512, "B/cycle/SM", "datasheet: 128 lanes of 4 B"),
+        read_latency,
+        Parameter(128, "B/cycle/SM", "datasheet: 32 banks of 4 B of shared memory"),
     )
 
 
-B200 = _chip("B200", 148, 1.85e9, "assumed: locked a little under the boost of 1.965 GHz", 4096, 48.0)
-H200 = _chip("H200", 132, 1.98e9, "datasheet boost, at which the short bursts ran", 2048, 48.0)
+B200 = _chip(
+    "B200", 148, 1.85e9, "assumed: locked a little under the boost of 1.965 GHz", 4096, 48.0,
+    Parameter(420, "cycles", "measured by others: arXiv 2512.02189, B200"),
+)  # fmt: skip
+H200 = _chip(
+    "H200", 132, 1.98e9, "datasheet boost, at which the short bursts ran", 2048, 48.0,
+    Parameter(0, "cycles", "datasheet: wgmma accumulates in registers, which are at hand"),
+)  # fmt: skip
 CHIPS = {"sm_100a": B200, "sm_90a": H200}

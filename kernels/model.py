@@ -1,9 +1,9 @@
 """A discrete-event model of one SM: receives a schedule and a chip, hands on what each role and engine does when.
 
 Roles (a thread that loads, one that multiplies, a warpgroup that writes back) are generators that wait on
-barriers; engines (TMA, tensor core, tensor memory, stores) serve one request after the other. Barriers are
-those of the kernels: they count arrivals, hold a phase bit, and `wait(P)` passes once the bit differs from P.
-It knows the kernels' schedules, not their instructions, and few parameters (`Rates`), none fitted to a step.
+barriers and ask engines (engines.py), which serve one request after the other. Barriers are those of the kernels:
+they count arrivals, hold a phase bit, and `wait(P)` passes once the bit differs from P. It knows the kernels'
+schedules, not their instructions, and few parameters (chips.py), none fitted to a step.
 
 Not modelled: the power cap, L2's own limits, divergence between SMs. It is a model; its times are never measured.
 """
@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.schedules import Rates, Schedule
+from kernels.engines import Engines, Request, Served
+from kernels.schedules import COPIES_AT_ONCE, COPY_INSTRUCTIONS, Rates, Schedule
 
 PRODUCER_PHASE = 1
 CONSUMER_PHASE = 0
@@ -58,15 +59,6 @@ class Place:
             self.stage, self.phase = 0, self.phase ^ 1
 
 
-@dataclass(slots=True)
-class Engine:
-    """Serves requests in order: `clocks` each, whose outcome is seen `latency` later."""
-
-    lane: str
-    free: float = 0.0
-    busy: float = 0.0
-
-
 Role = Generator[tuple[Any, ...], None, None]
 
 
@@ -95,25 +87,14 @@ class Machine:
             self.spans.append({"lane": lane, "what": what, "begin": begin, "end": end, **more})
 
     def request(
-        self,
-        engine: Engine,
-        what: str,
-        clocks: float,
-        then: Callable[[], None] | None = None,
-        *,
-        latency: float = 0.0,
-        **more: Any,
-    ) -> float:
-        """Hand `engine` a request now; `then` is called when its outcome is there. Returns that time."""
-        # A pipelined engine takes the next request while the latency of the last one runs.
-        begin = max(self.now + latency, engine.free)
-        end = begin + clocks
-        engine.free = end
-        engine.busy += clocks
-        self.span(engine.lane, what, begin, end, asked=self.now, **more)
+        self, request: Request, what: str, then: Callable[[], None] | None = None, **more: Any
+    ) -> Served:
+        """Ask an engine now; `then` is called when the outcome is there."""
+        served = request.serve(self.now)
+        self.span(request.engine.lane, what, served.begin, served.end, asked=self.now, **more)
         if then is not None:
-            self.at(end, then)
-        return end
+            self.at(served.seen, then)
+        return served
 
     def arrive(self, barrier: Barrier, lane: str, *, nbytes: int = 0, arrivals: int = 1) -> None:
         """Count an arrival or landed bytes; flip when all are in and wake who waits."""
@@ -208,16 +189,6 @@ class Machine:
         ]
 
 
-class Engines:
-    """What the CTAs of an SM share."""
-
-    def __init__(self) -> None:
-        self.tma = Engine("TMA")
-        self.tensor = Engine("tensor core")
-        self.reader = Engine("tensor memory")
-        self.store = Engine("TMA store")
-
-
 class Cta:
     """One CTA's barriers and roles, on engines that it may share."""
 
@@ -247,6 +218,9 @@ class Cta:
         blocks = [(tile, k) for tile in range(tiles) for k in range(k_tiles)]
         go = self.machine.start
         hop = self.handoff
+        if self.schedule.copied:
+            go(self.prefix + "one team", self._copying_team(tiles, k_tiles), hop)
+            return
         if not self.schedule.roles:
             go(self.prefix + "one team", self._team(tiles, k_tiles), hop)
             return
@@ -271,15 +245,7 @@ class Cta:
             self.machine.arrive(full, "TMA", nbytes=nbytes, arrivals=0)
 
         self.machine.request(
-            self.engines.tma,
-            "load",
-            nbytes / self.rates.chip.load_rate.value,
-            landed,
-            latency=self.rates.chip.load_latency.value,
-            by=by,
-            stage=place.stage,
-            tile=tile,
-            k=k,
+            self.engines.load(nbytes), "load", landed, by=by, stage=place.stage, tile=tile, k=k
         )
 
     def _multiply(self, by: str, c: int, stage: int, tile: int, k: int, last: bool) -> float:
@@ -292,10 +258,10 @@ class Cta:
             if last and self._commits:
                 self.machine.arrive(done, who)
 
-        clocks = self.schedule.block_flops / self.rates.flops_a_clock
+        product = self.engines.multiply(self.schedule.block_flops / 2)
         return self.machine.request(
-            self.engines.tensor, "mma", clocks, finished, by=by, stage=stage, tile=tile, k=k, consumer=c
-        )
+            product, "mma", finished, by=by, stage=stage, tile=tile, k=k, consumer=c
+        ).seen
 
     def _producer(self, blocks: list[tuple[int, int]]) -> Role:
         place = Place(self.schedule.depth, self.start_phase)
@@ -368,13 +334,30 @@ class Cta:
                 yield "until", end
             yield from self._write(lane, 0, tile, release=False)
 
+    def _copying_team(self, tiles: int, k_tiles: int) -> Role:
+        """Its threads copy a block themselves, then wait for the product: nothing overlaps within a CTA."""
+        lane = self.prefix + "one team"
+        ready = Place(1, CONSUMER_PHASE)
+        for tile in range(tiles):
+            end = 0.0
+            for k in range(k_tiles):
+                begin = self.machine.now
+                yield "delay", self.engines.copy(self.schedule.copied, COPIES_AT_ONCE, COPY_INSTRUCTIONS)
+                self.machine.span(lane, "copy", begin, self.machine.now, tile=tile, k=k)
+                end = self._multiply(lane, 0, 0, tile, k, k == k_tiles - 1)
+                yield "until", end
+            if self._commits:
+                yield "wait", self.mma2ld[0], ready.phase
+                ready.advance()
+            yield from self._write(lane, 0, tile, release=False)
+
     def _in_flight(self, tile: int, k_tiles: int, blocks: deque[tuple[int, int]]) -> int:
         """Blocks of this tile that are loading already."""
         return blocks[0][0] * k_tiles + blocks[0][1] - tile * k_tiles if blocks else 0
 
     def _write(self, lane: str, c: int, tile: int, *, release: bool) -> Role:
         """Read the accumulator by chunks, convert, stage and store; release it when it is read."""
-        s, rates = self.schedule, self.rates
+        s = self.schedule
         chunks = max(1, s.columns // s.chunk)
         read = s.rows * s.chunk * 4
         stored = s.rows * s.chunk * 2
@@ -383,34 +366,22 @@ class Cta:
             begin = self.machine.now
             if self._commits and (chunk == 0 or not s.early):
                 # drained at once (`early`), or a chunk at a time
-                amount = read * (chunks if s.early else 1)
-                yield (
-                    "until",
-                    self.machine.request(
-                        self.engines.reader,
-                        "read",
-                        amount / rates.read_bytes,
-                        latency=rates.read_latency,
-                        tile=tile,
-                        consumer=c,
-                    ),
-                )
+                amount = self.engines.read(read * (chunks if s.early else 1))
+                yield "until", self.machine.request(amount, "read", tile=tile, consumer=c).seen
                 self.machine.span(lane, "read", begin, self.machine.now, tile=tile)
             if release and chunk == (0 if s.early else chunks - 1):
                 self.machine.arrive(self.ld2mma[c], lane)
             if len(staged) >= s.buffers:
                 yield "until", staged.popleft()
             begin = self.machine.now
-            yield "delay", stored / rates.stage_bytes + self.handoff
+            yield "delay", stored / self.rates.chip.stage_rate.value + self.handoff
             self.machine.span(lane, "stage", begin, self.machine.now, tile=tile)
-            staged.append(
-                self.machine.request(
-                    self.engines.store, "store", stored / rates.chip.store_rate.value, tile=tile, consumer=c
-                )
-            )
+            store = self.machine.request(self.engines.write(stored), "store", tile=tile, consumer=c)
+            staged.append(store.end)
         if not s.persistent or not s.roles:
             # what isn't persistent leaves only when its stores have reached memory
-            yield "until", self.engines.store.free + (0.0 if s.persistent else rates.chip.load_latency.value)
+            latency = 0.0 if s.persistent else self.rates.chip.load_latency.value
+            yield "until", self.engines.store.free + latency
 
     def _lane(self, role: str, c: int) -> str:
         return self.prefix + (f"{role} {c}" if self.schedule.consumers > 1 else role)

@@ -1,11 +1,11 @@
 """What the model says: receives a chip, a step and a size, hands on predicted times and timelines.
 
-    python -m kernels predict [--chip b200] [--size 4096 4096 4096] [--json]
+    python -m kernels predict [--chip b200] [--size 4096 4096 4096] [--json] [--write]
     python -m kernels predict --timeline --step 9 --depth 4
-    python -m kernels predict --virtual [--arch sm_100a]
 
-The first two play schedules, at once and without a compiler; `--virtual` times the compiled instructions on the
-virtual GPU (kernels/virtual/predict.py), which takes minutes. Both share their parameters (kernels/chips.py).
+It plays the kernels' schedules, at once and without a compiler. `python -m kernels trace` drives the same engines
+(kernels/engines.py) by the compiled instructions instead; a test holds the two together. `--write` writes
+benchmarks/results/cpu/model-<chip>.json.
 
 `answer` is what a worker says to "predict" and "trace", so the service's page shows what this command prints.
 Predictions are a model's, never measured; where they are off a published time the table says by how much.
@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from kernels.device import DATASHEETS
+from kernels.engines import Engines
 from kernels.ladder import LADDER, TILE_MN, Step
-from kernels.model import Cta, Engines, Machine
+from kernels.model import Cta, Machine
 from kernels.schedules import BLK_K, CHIP_OF, CHIPS, SCHEDULES, Rates, Schedule, lockstep
 
 DEEPEST = 6
 SMEM_OF_SM = 233_472
 TMEM_COLUMNS = 512
+TOLERANCE = 0.25
 SIZE = (4096, 4096, 4096)
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SMALL = {1: (128, 128, 64), 2: (128, 128, 4096)}
@@ -72,7 +74,7 @@ def residents(schedule: Schedule) -> int:
     by_smem = SMEM_OF_SM // (schedule.smem + 1024)
     columns = schedule.cta[0] * schedule.cta[1] // 128
     by_tmem = TMEM_COLUMNS // columns if schedule.arch == "sm_100a" else by_smem
-    return max(1, min(by_smem, by_tmem)) if schedule.ctas == 1 else 1
+    return max(1, min(by_smem, by_tmem, schedule.at_most)) if schedule.ctas == 1 else 1
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +83,7 @@ def seconds(chip: str, schedule: Schedule, m: int, n: int, k: int, resident: int
     model = CHIPS[chip]
     tiles = -(-m // schedule.tile[0]) * -(-n // schedule.tile[1])
     most = -(-tiles // (model.device.sms // schedule.ctas))
-    machine, engines = Machine(keep=False), Engines()
+    machine, engines = Machine(keep=False), Engines(model.chip)
     for index in range(resident):
         share = (most - index + resident - 1) // resident
         if share:
@@ -103,7 +105,7 @@ def fetched(step: Step, arch: str, m: int, n: int, k: int) -> int:
 
 
 def table(chip: str, size: tuple[int, int, int] = SIZE) -> list[dict[str, Any]]:
-    """The ladder's steps; `seconds` None for Steps 1 to 3, whose threads copy operands (not modelled)."""
+    """The ladder's steps; `seconds` None for Steps 1 and 2, which compute one tile (not modelled)."""
     arch = next(a for a, name in CHIP_OF.items() if name == chip)
     model = CHIPS[chip]
     rows = []
@@ -138,8 +140,8 @@ def timeline(
     """One CTA's schedule beside the same tiles in lockstep."""
     chip = CHIPS[CHIP_OF[arch]]
     base = SCHEDULES[arch].get(step)
-    if base is None:
-        raise ValueError(f"the model has no schedule of Step {step}")
+    if base is None or base.copied:
+        raise ValueError(f"the model has no schedule of Step {step} with a ring of stages")
     if not 1 <= depth <= DEEPEST:
         raise ValueError(f"a ring has 1 to {DEEPEST} stages")
     chosen = replace(base, depth=depth, ahead=depth, same_phase=same_phase)
@@ -167,7 +169,7 @@ _MEANING = {
 
 
 def _play(chip: Rates, schedule: Schedule, k_tiles: int, tiles: int) -> dict[str, Any]:
-    machine, engines = Machine(), Engines()
+    machine, engines = Machine(), Engines(chip.chip)
     cta = Cta(machine, engines, chip, schedule)
     barriers = list(cta.barriers())
     cta.run(tiles, k_tiles)
@@ -259,24 +261,18 @@ def document(chip: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m kernels predict`."""
-    if "--virtual" in argv:
-        from kernels.virtual import predict as instructions
-
-        return instructions.main([each for each in argv if each != "--virtual"])
     parser = argparse.ArgumentParser(
         prog="python -m kernels predict", description="What a model says of a kernel's time on a chip."
     )
     parser.add_argument("--chip", choices=sorted(CHIPS), default="b200")
     parser.add_argument("--size", nargs=3, type=int, metavar=("M", "N", "K"), default=SIZE)
     parser.add_argument("--timeline", action="store_true", help="one CTA's events instead of the table")
-    parser.add_argument("--step", type=int, choices=sorted(SCHEDULES["sm_100a"]), default=9)
+    parser.add_argument("--step", type=int, choices=range(4, 10), default=9)
     parser.add_argument("--depth", type=int, help="stages of the ring (default: the step's own)")
     parser.add_argument("--k-tiles", type=int, default=8)
     parser.add_argument("--tiles", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="as the page gets it")
-    parser.add_argument(
-        "--virtual", action="store_true", help="time the compiled instructions on the virtual GPU instead"
-    )
+    parser.add_argument("--write", action="store_true", help="write a results file too")
     options = parser.parse_args(argv)
     arch = next(a for a, name in CHIP_OF.items() if name == options.chip)
     if options.timeline:
@@ -295,7 +291,55 @@ def main(argv: Sequence[str]) -> int:
         )
     else:
         _print_table(options.chip, tuple(options.size))
+    if options.write:
+        print(write(options.chip))
     return 0
+
+
+def write(chip: str) -> Path:
+    """Write what the model says of the ladder at its own size beside what is known; hands back the file."""
+    from kernels.virtual import results
+
+    path = RESULTS / "cpu" / f"model-{chip}.json"
+    what = f"model of {CHIPS[chip].chip.name} at {'×'.join(map(str, SIZE))}, fp16; not a measurement"
+    arch = next(a for a, name in CHIP_OF.items() if name == chip)
+    played = timeline(arch, 9, SCHEDULES[arch][9].depth, SIZE[2] // BLK_K, 2)
+    steady = {name: played[name]["kpis"]["steady"]["tensor core"] for name in ("lockstep", "chosen")}
+    more = {"parameters": CHIPS[chip].parameters(), "step_9_tensor_busy_in_steady_state": steady}
+    results.write(
+        path, what, [_judged(chip, row) for row in table(chip) if row["seconds"] is not None], **more
+    )
+    return path
+
+
+def _judged(chip: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A step's prediction, and how far it is off."""
+    published, ours = told_by_others(chip).get(row["step"]), measured(chip).get(row["step"])
+    known = ours or published
+    field = "seconds" if ours else "alone_seconds"
+    off = None if known is None else row[field] / known - 1
+    return {
+        "name": f"step {row['step']} {row['title']}",
+        "step": row["step"],
+        "predicted_seconds": row["seconds"],
+        "predicted_seconds_one_cta_an_sm": row["alone_seconds"],
+        "tensor_busy": row["busy"],
+        "residents": row["residents"],
+        "reference": "measured here" if ours else "published, one CTA an SM" if published else None,
+        "reference_seconds": known,
+        "off": off,
+        "outcome": "no reference"
+        if off is None
+        else "within a quarter"
+        if abs(off) <= TOLERANCE
+        else f"off by {off:+.0%}",
+    }
+
+
+def _outcome(off: float | None) -> str:
+    if off is None:
+        return "no reference"
+    return "within a quarter" if abs(off) <= TOLERANCE else f"off by {off:+.0%}"
 
 
 def _told(played: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ from kernels.chips import Chip, Parameter
 from kernels.device import B200, H200, Device
 
 BLK_K = 64
+COPIES_AT_ONCE = 8  # loads in flight in Step 3, as its machine code has them
+COPY_INSTRUCTIONS = 15  # an element, as its PTX has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +24,6 @@ class Rates:
 
     device: Device
     chip: Chip
-    read_bytes: float = 512.0
-    read_latency: float = 0.0
-    stage_bytes: float = 128.0
 
     @property
     def clock(self) -> float:
@@ -57,14 +56,16 @@ class Rates:
             "L2 to SM": chip.load_rate,
             "SM to L2": chip.store_rate,
             "a barrier's handoff": chip.signal,
+            "latency of a product": chip.mma_latency,
+            "load into a register": chip.plain_latency,
+            "instruction": chip.issue,
             "launch": chip.launch,
             "memory": Parameter(self.device.bandwidth, "B/s", "datasheet"),
         }
-        if self.device.arch == "sm_100a":
-            # wgmma accumulates in registers, which are at hand
-            named["tensor memory"] = Parameter(self.read_bytes, "B/cycle/SM", "128 lanes of 4 B")
-            named["its latency"] = Parameter(self.read_latency, "cycles", "arXiv 2512.02189, B200")
-        named["staging D"] = Parameter(self.stage_bytes, "B/cycle/SM", "32 banks of 4 B of shared memory")
+        if self.device.arch == "sm_100a":  # wgmma accumulates in registers
+            named["tensor memory"] = chip.read_rate
+            named["its latency"] = chip.read_latency
+        named["staging D"] = chip.stage_rate
         return [{"name": n, "value": _told(p), "source": p.source} for n, p in named.items()]
 
 
@@ -75,7 +76,7 @@ def _told(p: Parameter) -> str:
     return f"{p.value / scale:g} {unit}"
 
 
-CHIPS = {"h200": Rates(H200, chips.H200), "b200": Rates(B200, chips.B200, read_latency=420.0)}
+CHIPS = {"h200": Rates(H200, chips.H200), "b200": Rates(B200, chips.B200)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class Schedule:
     """One step's schedule in a CTA. Bytes and FLOPs are those of a CTA and a block of K.
 
     `roles` False: one team does all, in turn. `ahead`: how many loads it keeps in flight. `early`: a drained
-    accumulator is released before D is stored. `apart`: writing back is a role of its own.
+    accumulator is released before D is stored. `apart`: writing back is a role of its own. `copied`: elements of a
+    block that each thread copies by itself, where TMA doesn't load. `at_most`: CTAs an SM, where registers bound them.
     """
 
     step: int
@@ -104,6 +106,8 @@ class Schedule:
     chunk: int = 64
     buffers: int = 1
     same_phase: bool = False
+    copied: int = 0
+    at_most: int = 32
 
     @property
     def ctas(self) -> int:
@@ -136,8 +140,14 @@ def _hopper(step: int, depth: int, **more: Any) -> Schedule:
     return replace(base, smem=depth * 32768 + 32768 + 128)
 
 
+def _copying(arch: str, **more: Any) -> Schedule:
+    """Step 3: 128 threads copy 128 × 64 elements of A and of B, one after the other."""
+    return Schedule(3, arch, (128, 128), (128, 128), 32768, 1, 32768, copied=2 * 128 * BLK_K // 128, **more)
+
+
 SCHEDULES: dict[str, dict[int, Schedule]] = {
     "sm_100a": {
+        3: _copying("sm_100a", smem=32_780),
         4: _blackwell(4, 1, ahead=1),
         5: _blackwell(5, 2, ahead=2),
         6: _blackwell(6, 2, ahead=2, persistent=True),
@@ -159,6 +169,7 @@ SCHEDULES: dict[str, dict[int, Schedule]] = {
         ),
     },
     "sm_90a": {
+        3: _copying("sm_90a", smem=32_768, at_most=3),
         4: _hopper(4, 1, ahead=1),
         5: _hopper(5, 6, ahead=6),
         6: _hopper(6, 6, ahead=6, persistent=True),

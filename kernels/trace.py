@@ -3,7 +3,7 @@
     python -m kernels trace [--arch sm_100a] [--step 9] [--mnk 512,512,1024] [--out trace.json]
     python -m kernels trace --device cuda [--mnk 512,256,1024] [--ctas 2]
 
-On the virtual GPU every warp and engine is seen, and times are the model's (kernels/virtual/model.py). On a GPU
+On the virtual GPU every warp and engine is seen, and times are the model's (kernels/engines.py). On a GPU
 Step 9 for sm_90a stores its SM's clock at each handoff (kernels/hopper/traced.py), one cluster is shown, lanes
 have the same names, and times are measured. `--marks` runs that same function on the virtual GPU. NVIDIA's
 in-kernel profiler shows the like, but compiles in the run that it traces; a node that serves has no compiler.
@@ -86,8 +86,8 @@ def on_model(problem: Problem, ctas: int, root: Path | None = None) -> Timeline:
     """The same function on the virtual GPU, on the model's clock. RuntimeError where the product is wrong."""
     from kernels.virtual.host import host, on_device, run
     from kernels.virtual.machine import LATE, Options
-    from kernels.virtual.model import Timing
     from kernels.virtual.subject import aligned, operands
+    from kernels.virtual.timing import Timing
 
     libraries = Libraries("sm_90a", root, stand_in=Path(host().path))
     function = libraries.load(FUNCTION)

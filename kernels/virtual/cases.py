@@ -27,6 +27,7 @@ MORE: tuple[Shape, ...] = ((256, 256, 128), (200, 264, 328))
 LARGE: tuple[Shape, ...] = ((512, 512, 256), (392, 520, 712))
 SWEEP: tuple[Shape, ...] = ((264, 520, 328), (392, 264, 456))  # of all functions: smaller, for there are many
 SMALL: Shape = (136, 264, 200)
+BATCHED: Shape = (72, 136, 136)
 TINY: Shape = (40, 72, 64)  # where each element costs hundreds of instructions
 QUICK = 6  # functions that a CI run has time for
 HALVES = (DType.FP16, DType.BF16)
@@ -92,12 +93,13 @@ def tail_cases(arch: str) -> Iterator[Case]:
     seen: set[tuple[str, Problem]] = set()
     for variant in family.own(arch):
         for out, plain in ((DType.FP16, False), (DType.FP32, False), (DType.FP16, True)):
-            kind = (DType.FP16, False, False, out)
+            kind = (DType.FP16, False, plain, out)
             for tail, batch in (*((tail, 1) for tail in MORE_TAILS), (TAILS[0], 3), (TAILS[1], 2)):
                 slow = tail.activation in (Activation.GELU, Activation.SILU)
-                problem = _by_element(kind) if plain else _problem(kind, TINY if slow else SMALL)
-                if plain and slow:
-                    problem = replace(problem, m=41, n=67)
+                shape = TINY if slow else BATCHED if batch > 1 else SMALL
+                problem = _problem(kind, shape)
+                if plain:  # D in rows that TMA doesn't take
+                    problem = replace(problem, n=shape[1] + 3, aligned=2)
                 case = _case(arch, variant, replace(problem, batch=batch), tail)
                 if case is not None and (case.function, case.problem) not in seen:
                     seen.add((case.function, case.problem))
@@ -113,7 +115,7 @@ def _problem(kind: Kind, shape: Shape) -> Problem:
 def _by_element(kind: Kind) -> Problem:
     """A and B in rows that TMA takes, D in rows that it doesn't."""
     _, trans_a, trans_b, _ = kind
-    return _problem(kind, (136 if trans_a else 131, 331 if trans_b else 328, 208))
+    return replace(_problem(kind, (136 if trans_a else 131, 331 if trans_b else 328, 208)), aligned=2)
 
 
 def _case(arch: str, variant: Variant, problem: Problem, tail: Epilogue) -> Case | None:

@@ -308,7 +308,8 @@ class CopyMixin:
                 for store in group:
                     store.waited = True
                     if self.machine.timing is not None:
-                        self.warp.not_before(store.done_at)
+                        timing = self.machine.timing
+                        self.warp.not_before(store.done_at if read else timing.stored(store.done_at))
                     if self.machine.detector is not None:
                         self.warp.acquire(store.read.clock if read else store.write.clock)
             if not read:

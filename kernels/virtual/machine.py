@@ -21,11 +21,11 @@ from kernels.virtual.barriers import MBarrier, Meeting
 from kernels.virtual.copies import Issue
 from kernels.virtual.detect import GRANULE, Clock, Detector, Shadow, join
 from kernels.virtual.memory import GlobalMemory, Parameter, Span
-from kernels.virtual.model import Timing
 from kernels.virtual.ptx import Instr
 from kernels.virtual.report import Fault, Finding, Run
 from kernels.virtual.tensor import COLUMNS, LANES
 from kernels.virtual.tensormap import TensorMap
+from kernels.virtual.timing import Timing
 from kernels.virtual.translate import Program
 from kernels.virtual.warp import GATHER, Group, Warp
 

@@ -163,6 +163,9 @@ class TensorMixin:
         lanes, column, columns = self._tile(self._one(address), shape, count)
         low, high = int(lanes[0]), int(lanes[-1]) + 1
         self._note_tmem(low, high, column, columns, write=False)
+        if self.machine.timing is not None:
+            done = self.machine.timing.tensor_read(self.warp, (high - low) * columns * 4)
+            self.warp.tc_done = max(self.warp.tc_done, done)
         block = self.cta.tmem[low:high, column : column + columns]
         return np.ascontiguousarray(_to_registers(block, shape))
 
@@ -197,6 +200,13 @@ class TensorMixin:
 
     def tc_wait(self, what: str) -> bool:
         """tcgen05.wait::ld and wait::st."""
+        timing = self.machine.timing
+        if timing is not None and self.warp.tc_done:
+            # others ask the engine first if their time comes first: this warp must not run ahead
+            timing.wake(self.warp, self.warp.tc_done)
+            self.warp.tc_done = 0.0
+            self.block(self.warp)
+            return False
         if self.warp.tc_reads:
             self.warp.clock = (self.warp.clock[0] | self.warp.tc_reads, self.warp.clock[1])
             self.warp.tc_reads = 0

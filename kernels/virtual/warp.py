@@ -52,6 +52,7 @@ class Warp:
         self.copies: list[list[Any]] = [[]]  # cp.async groups
         self.tc_nodes: dict[int, int] = {}  # last node of the lane's tcgen05 queue
         self.tc_reads = 0  # nodes of tcgen05.ld that were not waited for
+        self.tc_done = 0.0  # in the model: when its last read of tensor memory is done
         self.wg_groups: list[int] = []
         self.wg_open = 0
         self.wg_done: list[float] = [0.0]  # in the model: ends of the groups, the open one last

@@ -57,8 +57,21 @@ def test_steps_that_are_not_modelled_have_no_time() -> None:
     for chip in ("h200", "b200"):
         rows = predict.table(chip)
         assert [row["step"] for row in rows] == list(range(1, 10))
-        assert [row["seconds"] is None for row in rows] == [True] * 3 + [False] * 6
-        assert all(0 < row["busy"] < 1 for row in rows[3:])
+        assert [row["seconds"] is None for row in rows] == [True] * 2 + [False] * 7
+        assert all(0 < row["busy"] < 1 for row in rows[2:])
+
+
+def test_the_results_file_says_how_far_off_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Beside published times for B200, beside measured ones for H200; none where nothing is known."""
+    monkeypatch.setattr(predict, "RESULTS", tmp_path)
+    b200 = json.loads(predict.write("b200").read_text())
+    rows = {row["step"]: row for row in b200["rows"]}
+    assert sorted(rows) == list(range(3, 10))
+    assert all(rows[step]["outcome"] == "within a quarter" for step in range(4, 10))
+    assert rows[3]["outcome"] == f"off by {rows[3]['off']:+.0%}"
+    assert b200["step_9_tensor_busy_in_steady_state"]["chosen"] > 0.95
+    h200 = json.loads(predict.write("h200").read_text())
+    assert {row["outcome"] for row in h200["rows"]} == {"no reference"}
 
 
 def test_larger_tiles_fetch_less() -> None:
