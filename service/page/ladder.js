@@ -90,7 +90,7 @@ function drawing({ rows, file, model }, chip, body) {
       ? note(`On ${file.machine.device ?? file.machine.name}, ${file.date.slice(0, 10)}, by ${file.command}; commit ${file.commit.slice(0, 12)}. Medians; × cuBLAS is the ratio in the same run, above 1 is faster. Steps 1 and 2 at their own small sizes.`)
       : note(chip === "b200" ? "Never: the project has no B200. What stands here is predicted by a model, or published by others." : "No results file of this chip is packaged with this service.")),
     model?.published?.length ? panel("Published", note(model.published_source), note("They run one CTA an SM; ours put as many there as fit, which hides latency at Steps 4 to 7. The column for one CTA an SM is the one to compare.")) : null,
-    h("div", { class: "panel wide" }, h("h3", {}, "Predicted"), note("By the discrete-event model of the engines that also plays the choreography; none of its parameters is fitted to a step. It doesn't know the power cap. Steps 1 to 3, whose threads copy the operands, are not modelled."),
+    h("div", { class: "panel wide" }, h("h3", {}, "Predicted"), note("By the discrete-event model of the engines that also plays the choreography; none of its parameters is fitted to a step. It doesn't know the power cap. Steps 1 and 2, which compute one tile, are not modelled."),
       model ? table("Parameters of the model", ["parameter", "value", "source"], model.parameters.map((p) => [p.name, p.value, p.source])) : null));
 }
 
