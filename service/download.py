@@ -85,30 +85,37 @@ async def _send_binary(transfer: Transfer, store: TensorStore, hold: Hold, answe
     head = answer.prefix[answer.start : answer.end]
     first = max(0, answer.start - len(answer.prefix))
     last = max(0, answer.end - len(answer.prefix))
-    bodiless = transfer.scope["method"] == "HEAD"
-    await transfer.start(answer.status, answer.headers)
-    if bodiless or not (head or last > first):
+    if transfer.scope["method"] == "HEAD" or not (head or last > first):
+        await transfer.start(answer.status, answer.headers)
         await transfer.write(b"", more=False)
         return
-    if head:
-        await transfer.write(head, more=last > first)
-    if last > first:
+    pin = store.contents.resident(hold) if last > first else None
+    try:
+        # Before the reply begins: where the tensor can't be read now, that can still be said.
+        piece = b"" if pin is not None else await store.contents.read(hold, first, min(CHUNK, last - first))
+        await transfer.start(answer.status, answer.headers)
         with _uncut(transfer):
-            await _send_elements(transfer, store, hold, first, last)
-
-
-async def _send_elements(transfer: Transfer, store: TensorStore, hold: Hold, start: int, end: int) -> None:
-    pin = store.contents.resident(hold)
-    if pin is not None:
-        try:
-            await transfer.write_view(pin.view()[start:end])
-        finally:
+            if head:
+                await transfer.write(head, more=last > first)
+            if pin is not None:
+                await transfer.write_view(pin.view()[first:last])
+            elif last > first:
+                await _send_pieces(transfer, store, hold, piece, first, last)
+    finally:
+        if pin is not None:
             transfer.on_drained(pin.release)
-        return
-    while start < end and not transfer.gone:
-        piece = await store.contents.read(hold, start, min(CHUNK, end - start))
+
+
+async def _send_pieces(
+    transfer: Transfer, store: TensorStore, hold: Hold, piece: bytes | bytearray, start: int, end: int
+) -> None:
+    """The elements from `start` on, of which `piece` has been read."""
+    while True:
         start += len(piece)
         await transfer.write(piece, more=start < end)
+        if start >= end or transfer.gone:
+            return
+        piece = await store.contents.read(hold, start, min(CHUNK, end - start))
 
 
 async def _send_json(

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 #: Connections of a front, each in a thread of its own.
 CONNECTIONS = 8
+#: Most seconds for making the tables: fronts that start together wait for one another.
+START_SECONDS = 30.0
 #: After a connection was refused, seconds in which requests are refused without trying.
 DOWN_SECONDS = 0.25
 #: The database's form; a front of another refuses to start.
@@ -150,6 +152,7 @@ class Postgres:
         """Make tables; fronts that start together take turns. SharedUnusable for another version's."""
 
         def work(db: Session) -> None:
+            db.execute(f"SET LOCAL statement_timeout = {round(START_SECONDS * 1000)}")
             db.execute("SELECT pg_advisory_xact_lock(?)", (_PREPARING,))
             db.execute(
                 "CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY, version INTEGER NOT NULL, "
@@ -167,7 +170,7 @@ class Postgres:
             schema(db)
 
         # The lock makes it alone; tables that another made meanwhile must be seen, so not SERIALIZABLE.
-        await self._ask(work, "BEGIN")
+        await self._ask(work, "BEGIN", seconds=START_SECONDS)
 
     async def write(self, work: Callable[[AnySession], T], *, soft: bool = False) -> T:
         """Run `work` in a transaction, again where others were in its way. ServiceError unavailable, no_room."""
@@ -177,18 +180,21 @@ class Postgres:
         """Run statements that only read, each for itself. ServiceError unavailable."""
         return await self._ask(work, "")
 
-    async def _ask(self, work: Callable[[Session], T], begin: str, *, soft: bool = False) -> T:
+    async def _ask(
+        self, work: Callable[[Session], T], begin: str, *, soft: bool = False, seconds: float | None = None
+    ) -> T:
         if self._closed:
             raise ServiceError("draining", "the service is shutting down")
-        request = _Request(work, begin, time.monotonic() + self.seconds, soft)
+        seconds = seconds or self.seconds
+        request = _Request(work, begin, time.monotonic() + seconds, soft)
         asked = asyncio.get_running_loop().run_in_executor(self._pool, self._serve, request)
         asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # nobody may wait
         try:
-            value = await asyncio.wait_for(asyncio.shield(asked), self.seconds)
+            value = await asyncio.wait_for(asyncio.shield(asked), seconds)
         except TimeoutError:
             request.cut()
             self.up = False
-            raise unavailable(f"it gave no answer within {self.seconds:g} s") from None
+            raise unavailable(f"it gave no answer within {seconds:g} s") from None
         except ServiceError as error:
             self.up = self.up and error.code != "unavailable"
             raise
