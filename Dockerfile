@@ -20,11 +20,11 @@ COPY kernels kernels
 FROM build AS build-cpu
 # TORCH_ARGS may name another index for torch's CPU build, which is smaller than the default one.
 ARG TORCH_ARGS=""
-RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc]' \
+RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc,cluster]' \
  && /opt/tools/bin/cyclonedx-py environment --output-reproducible -o /opt/venv/sbom.json /opt/venv/bin/python
 
 FROM build AS build-cuda
-RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu,grpc]' \
+RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu,grpc,cluster]' \
  && /opt/tools/bin/cyclonedx-py environment --output-reproducible -o /opt/venv/sbom.json /opt/venv/bin/python
 
 # ---- the kernels, compiled ahead of time: the final image holds no compiler -----------------------------------

@@ -36,7 +36,9 @@ def rendered(overlay: Path) -> list[dict[str, Any]]:
         for each in objects:
             label(each, labels["pairs"])
     for component in kustomization.get("components", ()):
-        patch(objects, (overlay / component).resolve())
+        folder = (overlay / component).resolve()
+        objects += [load(folder / name) for name in load(folder / "kustomization.yaml").get("resources", ())]
+        patch(objects, folder)
     patch(objects, overlay)
     for image in kustomization.get("images", ()):
         name_image(objects, image)
@@ -87,8 +89,11 @@ def apply(document: Any, operation: dict[str, Any]) -> None:
         document = document[int(part)] if isinstance(document, list) else document[part]
     value = copy.deepcopy(operation["value"])
     if isinstance(document, list):
-        assert operation["op"] == "add"
-        document.append(value)
+        if operation["op"] == "replace":
+            document[int(last)] = value
+        else:
+            assert (operation["op"], last) == ("add", "-")
+            document.append(value)
         return
     assert operation["op"] == "add" or last in document, operation["path"]
     document[last] = value
@@ -118,7 +123,8 @@ def test_the_gpu_overlays_ask_for_their_device() -> None:
             k for k in pod["containers"][0]["resources"]["limits"] if k.startswith("nvidia.com/")
         ]
     gpu = ["nvidia.com/gpu"]
-    assert asked == {"cpu": [], "gpu": gpu, "mig": ["nvidia.com/mig-1g.18gb"], "release": gpu}
+    mig = ["nvidia.com/mig-1g.18gb"]
+    assert asked == {"cpu": [], "gpu": gpu, "mig": mig, "release": gpu, "replicas": []}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl isn't there")
@@ -144,6 +150,38 @@ def test_the_release_names_its_image_by_digest_and_speaks_tls() -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == "metrics"
     assert [e["port"] for e in release["ServiceMonitor"]["spec"]["endpoints"]] == ["metrics"]
+
+
+def test_more_than_one_replica_shares_store_and_journal() -> None:
+    for overlay in OVERLAYS:
+        objects = rendered(overlay)
+        (stateful,) = [each for each in objects if each["kind"] == "StatefulSet"]
+        container = stateful["spec"]["template"]["spec"]["containers"][0]
+        environ = {each["name"]: each.get("value", "from a secret") for each in container["env"]}
+        shares = {"GEMM_STORE", "GEMM_JOURNAL"} <= set(environ)
+        assert (stateful["spec"]["replicas"] > 1) == shares == (overlay.name == "replicas"), overlay
+        if not shares:
+            continue
+        assert Settings(store=environ["GEMM_STORE"], journal="postgresql://host/database").store
+        (policy,) = [each for each in objects if each["kind"] == "NetworkPolicy"]
+        ports = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
+        assert {53, 5432, 443} <= ports
+        headless, any_pod = sorted(
+            (each for each in objects if each["kind"] == "Service"), key=lambda each: each["metadata"]["name"]
+        )
+        assert headless["spec"]["clusterIP"] == "None"
+        assert "clusterIP" not in any_pod["spec"]
+        pod_labels = stateful["spec"]["template"]["metadata"]["labels"]
+        assert any_pod["spec"]["selector"].items() <= pod_labels.items()
+        names = {f"gemm-{n}.gemm" for n in range(stateful["spec"]["replicas"])}
+        assert names | {"gemm", "gemm-any"} == set(environ["GEMM_HOSTS"].split(","))
+
+
+def test_the_images_hold_what_replicas_need() -> None:
+    installs = re.findall(
+        r"pip install -c constraints\.txt .*'\.\[(\S+)\]'", (ROOT / "Dockerfile").read_text()
+    )
+    assert sum("cluster" in extras.split(",") for extras in installs) == 2
 
 
 def test_compose_with_tls_sets_what_the_service_knows() -> None:
