@@ -46,9 +46,9 @@ test: $(VENV)/.dev ## Run the tests (installs torch and the kernel compiler firs
 	$(PYTEST) -n 2 --dist loadfile --durations 10 tests/kernels tests/benchmarks
 	$(PYTEST) $(AGAIN) --durations 10 --ignore tests/kernels --ignore tests/benchmarks
 
-browser: ## Install Chromium and Prometheus, which tests of page and metrics run (Debian; needs root)
+browser: ## Install Chromium, Prometheus, PostgreSQL and proxies, which tests run (Debian; needs root)
 	@which chromium promtool prometheus haproxy >/dev/null || { apt-get update && \
-		RUNLEVEL=1 apt-get install -y --no-install-recommends chromium prometheus fonts-dejavu-core postgresql haproxy; }
+		RUNLEVEL=1 apt-get install -y --no-install-recommends chromium prometheus fonts-dejavu-core postgresql haproxy nginx-light; }
 
 # Linked with CUDA's runtime, which it doesn't need otherwise; of a version that older C libraries than 2.38 load.
 perf-analyzer: $(VENV)/bin/python ## Install NVIDIA's perf_analyzer into .perf, which tests of /v2 run (Debian; needs root)
