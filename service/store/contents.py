@@ -267,9 +267,14 @@ class Contents:
     def lose_copy(self, tensor: str) -> None:
         """Its place in the arena holds nothing, and nothing will be written there."""
         content = self._contents.get(tensor.rpartition("@")[2])
-        if content is None or content.lost:
+        if content is not None and not content.lost:
+            logger.warning("the tensor %r was lost with the worker that computed it", content.row.name)
+            self.lose(content)
+
+    def lose(self, content: Content) -> None:
+        """Its only copy is gone, or nobody will know of it."""
+        if content.lost:
             return
-        logger.warning("the tensor %r was lost with the worker that computed it", content.row.name)
         self._lose_only_copy(content)
         resident = self.memory.peek(content.row.id)
         if resident is not None:

@@ -18,7 +18,8 @@ from weakref import WeakValueDictionary
 from service import audit
 from service.arena import Slots
 from service.database import Database
-from service.folder import DataFolder, FolderBroken
+from service.errors import ServiceError
+from service.folder import DataFolder, FolderBroken, refusing
 from service.session import Session
 from service.store import files, index
 from service.store.conditions import Conditions
@@ -28,6 +29,7 @@ from service.store.effects import Effects
 from service.store.files import FolderFiles
 from service.store.index import NameRow
 from service.store.names import Named, Names
+from service.store.notes import Notes
 from service.store.store import Binding, Entry, StoreSettings, TensorStore, entry_of
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class LocalStore(TensorStore):
         )
         super().__init__(self.database, effects, contents, clock)
         self._names: Names[Content] = Names()
+        self._notes = Notes(self.folder.path / "results.notes")
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
     # Life
@@ -70,6 +73,8 @@ class LocalStore(TensorStore):
         """
         await self.effects.in_pool(self._open)
         await self.database.prepare(index.prepare)
+        if self.folder.writable:
+            await self._replay()
         contents, names, keeps = await self.database.read(index.load)
         self.contents.restore(contents, await self._whole({row.id for row in contents}))
         for row in names:
@@ -92,6 +97,21 @@ class LocalStore(TensorStore):
             self.folder.close()
             raise FolderBroken(f"the database {self.folder.database} can't be opened: {error}") from error
 
+    async def _replay(self) -> None:
+        """Give the index what a front that died had answered before it was committed: those results are lost."""
+        open_ones = await self.effects.in_pool(self._notes.open)
+
+        def commit(db: Session) -> None:
+            for row, name in open_ones:
+                if not index.has(db, row.id):
+                    index.add(db, row)
+                    index.bind(db, name)
+
+        if open_ones:
+            await self.database.write(commit)
+            for row, _ in open_ones:
+                self._notes.drop(row.id)
+
     async def _whole(self, known: set[str]) -> set[str]:
         """Ids of the contents whose file is there."""
         if not self.folder.writable:
@@ -107,6 +127,7 @@ class LocalStore(TensorStore):
     async def end(self) -> None:
         """Let the folder go."""
         await asyncio.to_thread(self.database.close)
+        self._notes.close()
         self.folder.close()
 
     async def sweep(self, now: float) -> None:
@@ -135,6 +156,8 @@ class LocalStore(TensorStore):
 
     async def bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:
         """Let the name mean the held content, if the conditions still hold."""
+        if soft:
+            return await self._bind_soon(binding, conditions)
         row = binding.hold.content.row
         async with self.binding(row.owner, [binding]) as (name,):
             await self.check(row.owner, binding.name, conditions)
@@ -143,8 +166,52 @@ class LocalStore(TensorStore):
                 index.add(db, row)
                 index.bind(db, name)
 
-            await self.database.write(commit, soft=soft)
+            await self.database.write(commit)
         return entry_of(Named(name.owner, name.name, binding.hold.content, name.created, name.expires))
+
+    async def _bind_soon(self, binding: Binding, conditions: Conditions) -> Entry:
+        """Let the name mean the held content now; the index hears of it beside, and a note tells until then."""
+        content = binding.hold.content
+        row = content.row
+        lock = self._lock(row.owner, binding.name)
+        await lock.acquire()
+        try:
+            await self.check(row.owner, binding.name, conditions)
+            now = self.clock()
+            expires = None if binding.ttl is None else now + binding.ttl
+            name = NameRow(row.owner, binding.name, row.id, now, expires)
+            with refusing():
+                self._notes.add(row, name)
+        except BaseException:
+            lock.release()
+            raise
+        content.needs += 1
+        named = Named(row.owner, binding.name, content, now, expires)
+        before = self._names.set(named)
+        self.effects.spawn(self._commit_soon(lock, content, name, before))
+        return entry_of(named)
+
+    async def _commit_soon(
+        self, lock: asyncio.Lock, content: Content, name: NameRow, before: Content | None
+    ) -> None:
+        """Tell the index, then who waits for the name. What it refuses is lost, as the note says."""
+        row = content.row
+
+        def commit(db: Session) -> None:
+            index.add(db, row)
+            index.bind(db, name)
+
+        try:
+            await self.database.write(commit, soft=True)
+            with refusing():
+                self._notes.drop(row.id)
+        except ServiceError as error:
+            logger.error("the result %r is lost: %s", name.name, error.detail)
+            self.contents.lose(content)
+        finally:
+            lock.release()
+            if before is not None:
+                self.contents.drop(before)
 
     @contextlib.asynccontextmanager
     async def binding(self, owner: str, bindings: Sequence[Binding]) -> AsyncIterator[list[NameRow]]:
