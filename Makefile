@@ -14,7 +14,7 @@ CI := 'ci and not gpu and not slow'
 # Tests that hold real processes to times get a second try on a machine that others use too; each is reported.
 AGAIN := --reruns 1 -r R
 
-.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-ray lint proto audit sbom soak fuzz drills bench bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-ray lint proto audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -105,6 +105,10 @@ verify-virtual: $(VENV)/.dev ## All kernels on the virtual GPU, 16 schedules; wr
 predict: $(VENV)/.dev ## What the model says of Steps 3 to 9 on B200 and H200; writes benchmarks/results
 	$(BIN)/python -m kernels predict --chip b200 --write
 	$(BIN)/python -m kernels predict --chip h200 --write
+
+bench-front: $(VENV)/.dev ## What the front process carries and what bounds it (needs wrk); writes benchmarks/results
+	$(PIP) -e '.[bench]'
+	$(BIN)/python -m benchmarks.front
 
 bench-transport: $(VENV)/.dev ## Measure the ways to hand over large operands, tritonclient's among them; writes benchmarks/results
 	$(PIP) -e '.[bench]'
