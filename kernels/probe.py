@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gemm.kernels")
 
-LIMIT_SECONDS = 10.0  # a variant: all its functions on small problems take under a second
+LIMIT_SECONDS = 8.0  # a variant: all its functions on small problems take under a second
 START_SECONDS = 60.0  # importing torch and opening a context on a cold machine
 GPU = "kernels.probe:gpu"
 WAITING = "its self-test has not ended yet"
