@@ -81,9 +81,9 @@ def sources_of(module: str, root: Path = PACKAGE.parent) -> list[Path]:
         path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
         if not path.is_file():
             continue  # a name inside a module, not a module
-        seen[name] = path
         if name == package:
             continue  # what the package offers at its top is no part of a kernel that lies in it
+        seen[name] = path
         todo += [found for found in _imports(path, name) if found.split(".")[0] == package]
     return sorted(seen.values())
 
