@@ -142,6 +142,9 @@ def build(settings: Settings) -> Services:
         lambda: float(supervisor.kept.nbytes),
     )
     metrics.live("gemm_tensor_store_bytes", "Bytes of stored tensors, by tier.", store.bytes_by_tier, "tier")
+    metrics.live(
+        "gemm_shared_up", "1 where what fronts share served the last request.", store.parts_up, "part"
+    )
     limits = {"memory": float(settings.store_memory_bytes), "disk": float(settings.store_disk_bytes)}
     metrics.live(
         "gemm_tensor_store_limit_bytes",

@@ -293,6 +293,10 @@ class SharedStore(TensorStore):
         await self._delete_dropped()
         await self._count()
 
+    def parts_up(self) -> dict[str, float]:
+        """Whether store and journal served the last request."""
+        return {"store": float(self.kept_files.up), "journal": float(self.database.up)}
+
     async def _count(self) -> None:
         self.contents.charge_as(await self.transactions.read(_bytes_by_owner))
 

@@ -128,6 +128,10 @@ class TensorStore(ABC):
         """Evict until the arena has a piece of `nbytes`, as far as that helps; returns the bytes freed."""
         return self.contents.memory.reclaim(nbytes)
 
+    def parts_up(self) -> dict[str, float]:
+        """Of what fronts share: 1 where the last request to it was served. Nothing where nothing is shared."""
+        return {}
+
     def bytes_by_tier(self) -> dict[str, float]:
         """Bytes of stored tensors in memory (the arena) and on disk."""
         return {"memory": float(self.contents.memory.nbytes), "disk": float(self.contents.disk_bytes)}
