@@ -1,4 +1,4 @@
-"""The service on one GPU: latency over the kernel, stacking, the tensor-core probe, a killed worker, start-up.
+"""The service on one GPU: latency over the kernel, CUDA IPC, stacking, the tensor-core probe, a killed worker, start-up.
 
     python -m benchmarks.gpu_service --machine h200
 
@@ -175,6 +175,38 @@ def kernel_seconds(size: int) -> float:
         ended.synchronize()
         times.append(begun.elapsed_time(ended) / 1e3)
     return statistics.median(times[5:])
+
+
+def ipc(rounds: int) -> Iterator[Row]:
+    """Products between this process's device tensors, lent to the service by CUDA IPC, over the kernel alone."""
+    import torch
+
+    from service.client import Client
+
+    with service() as (port, _, _):
+        until_admitted(port)
+        with Client(f"http://127.0.0.1:{port}") as client:
+            for size in (512, 4096):
+                a, b = (torch.randn(size, size, device="cuda").half() for _ in range(2))
+                d = torch.full((size, size), float("nan"), device="cuda", dtype=torch.float16)
+                for _ in range(20):
+                    client.gemm(a, b, out=d, batch_invariant=False)
+                torch.testing.assert_close(d[:64].double(), a[:64].double() @ b.double(), rtol=1e-2, atol=1.0)
+                times = []
+                first = metrics(port)
+                for _ in range(rounds * 30):
+                    began = time.perf_counter()
+                    client.gemm(a, b, out=d, batch_invariant=False)
+                    times.append(time.perf_counter() - began)
+                kernel = kernel_seconds(size)
+                yield {
+                    "name": f"Client.gemm {size}³ fp16 by CUDA IPC, D into the client's memory",
+                    "p50_seconds": statistics.median(times),
+                    "p99_seconds": sorted(times)[int(len(times) * 0.99)],
+                    "kernel_seconds": kernel,
+                    "overhead_seconds": statistics.median(times) - kernel,
+                    "stages": stages(first, metrics(port)),
+                }
 
 
 def stacking(seconds: float) -> Iterator[Row]:
@@ -376,13 +408,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument(
-        "--part", action="append", choices=["latency", "stacking", "probe", "killed"], help="only these parts"
+        "--part",
+        action="append",
+        choices=["latency", "ipc", "stacking", "probe", "killed"],
+        help="only these parts",
     )
     parser.add_argument("--out", type=Path, help="folder for the results file")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no part is begun")
     options = parser.parse_args()
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "latency": lambda: latency(options.rounds),
+        "ipc": lambda: ipc(options.rounds),
         "stacking": lambda: stacking(options.seconds),
         "probe": lambda: probe(max(4.0, options.seconds)),
         "killed": killed,
