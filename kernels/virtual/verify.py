@@ -27,7 +27,7 @@ NOTE = "not covered: time, ptxas faults, register limits, weak memory, the hardw
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
     """A case and how to run it, for a process."""
 
     arch: str
@@ -43,7 +43,7 @@ def _subject(arch: str, root: Path | None) -> Subject:
     return Subject(arch, root)
 
 
-def _run(task: _Task) -> Result:
+def run(task: Task) -> Result:
     """Everything that a table and a results file say of a case."""
     settings = Options(detect=task.detect, sms=task.sms)
     try:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no case matches")
     have(options.arch, (c.function for c in wanted), options.root)
     tasks = {
-        f"{options.arch} {c.problem} {c.function} {options.schedules} {options.sms} {options.no_detect}": _Task(
+        f"{options.arch} {c.problem} {c.function} {options.schedules} {options.sms} {options.no_detect}": Task(
             options.arch, options.root, c, options.schedules, not options.no_detect, options.sms
         )
         for c in wanted
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(outcome["ok"] for _, outcome in pairs) else 1
 
 
-def _progress(tasks: Mapping[str, _Task], jobs: int, kept: Path | None) -> dict[str, Result]:
+def _progress(tasks: Mapping[str, Task], jobs: int, kept: Path | None) -> dict[str, Result]:
     """Run all under a progress bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -112,7 +112,7 @@ def _progress(tasks: Mapping[str, _Task], jobs: int, kept: Path | None) -> dict[
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(tasks))
-        for key, outcome in spread(_run, tasks, jobs=jobs, kept=kept):
+        for key, outcome in spread(run, tasks, jobs=jobs, kept=kept):
             outcomes[key] = outcome
             progress.update(bar, description=tasks[key].case.function, advance=1)
     return outcomes
