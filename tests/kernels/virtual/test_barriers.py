@@ -143,3 +143,62 @@ def test_remote_arrival_needs_cluster_scope() -> None:
 def test_an_uninitialized_barrier() -> None:
     run = execute("mov.b32 %r1, smem; mbarrier.arrive.shared.b64 %d5, [%r1];", np.zeros(1, np.uint32))
     assert kinds(run) == {"barrier"}
+
+
+def test_a_token_waits_for_its_own_phase() -> None:
+    """The token of an arrival passes once that phase has ended, also after the next one has."""
+    body = (
+        INIT.format(count=1)
+        + """
+    @%p1 bra $END; elect.sync %r21|%p2, -1; @!%p2 bra $END;
+    mbarrier.arrive.shared.b64 %d5, [%r1];
+    mbarrier.arrive.shared.b64 %d6, [%r1];
+    $W: mbarrier.try_wait.shared.b64 %p9, [%r1], %d5; @!%p9 bra $W;
+    $V: mbarrier.test_wait.shared.b64 %p9, [%r1], %d6; @!%p9 bra $V;
+    $END:
+    """
+    )
+    good(execute(body, np.zeros(1, np.uint32), block=64))
+    early = body.replace("mbarrier.arrive.shared.b64 %d6, [%r1];", "mov.b64 %d6, 1;").replace(
+        "test_wait", "try_wait"
+    )
+    assert kinds(execute(early, np.zeros(1, np.uint32), block=64)) == {"deadlock"}
+
+
+def test_who_drops_out_isn_t_counted_again() -> None:
+    body = (
+        INIT.format(count=2)
+        + """
+    @%p1 bra $END; elect.sync %r21|%p2, -1; @!%p2 bra $END;
+    mbarrier.arrive_drop.shared.b64 %d5, [%r1]; mbarrier.arrive.shared.b64 %d6, [%r1];
+    $W: mbarrier.try_wait.parity.shared.b64 %p9, [%r1], 0; @!%p9 bra $W;
+    mbarrier.arrive.shared.b64 %d6, [%r1];
+    $V: mbarrier.try_wait.parity.shared.b64 %p9, [%r1], 1; @!%p9 bra $V;
+    $END:
+    """
+    )
+    good(execute(body, np.zeros(1, np.uint32), block=64))
+
+
+def test_bytes_may_be_completed_by_hand() -> None:
+    body = (
+        INIT.format(count=1)
+        + """
+    @%p1 bra $END; elect.sync %r21|%p2, -1; @!%p2 bra $END;
+    mbarrier.expect_tx.relaxed.cta.shared.b64 [%r1], 64; mbarrier.arrive.shared.b64 %d5, [%r1];
+    mbarrier.complete_tx.relaxed.cta.shared.b64 [%r1], {bytes};
+    $W: mbarrier.try_wait.parity.shared.b64 %p9, [%r1], 0; @!%p9 bra $W;
+    $END:
+    """
+    )
+    good(execute(body.replace("{bytes}", "64"), np.zeros(1, np.uint32), block=64))
+    assert kinds(execute(body.replace("{bytes}", "48"), np.zeros(1, np.uint32), block=64)) == {"deadlock"}
+
+
+def test_an_invalidated_barrier_is_none() -> None:
+    body = INIT.format(count=32) + "@%p1 bra $END; mbarrier.inval.shared.b64 [%r1]; {again} $END:"
+    again = "mbarrier.arrive.shared.b64 %d5, [%r1];"
+    good(execute(body.replace("{again}", ""), np.zeros(1, np.uint32), block=64))
+    run = execute(body.replace("{again}", again), np.zeros(1, np.uint32), block=64)
+    assert kinds(run) == {"barrier"}
+    assert "there is no mbarrier" in str(run.findings[0])

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from kernels.virtual.machine import EARLY, LATE, Schedule
+from kernels.virtual.report import Run
 from kernels.virtual.tensormap import swizzle
 from tests.kernels.virtual.snippet import execute, good, kinds
 
 SCHEDULES = [EARLY, LATE, Schedule("random", 2)]
 
 
-def staged(values: np.ndarray, offset: int) -> np.ndarray:
-    """Bytes of a K-major operand of 16 columns under the 128-byte swizzle, rows at a pitch of 128 bytes."""
+def staged(values: np.ndarray, offset: int, dtype: object = np.float16) -> np.ndarray:
+    """Bytes of a K-major operand of 32 bytes a row under the 128-byte swizzle, rows at a pitch of 128 bytes."""
     rows = values.shape[0]
     out = np.zeros(rows * 128, np.uint8)
     logical = np.arange(rows)[:, None] * 128 + np.arange(32)[None, :] + offset
-    out[swizzle(logical, 128) - offset] = values.astype(np.float16).view(np.uint8).reshape(rows, 32)
+    out[swizzle(logical, 128) - offset] = values.astype(dtype).view(np.uint8).reshape(rows, 32)  # type: ignore[call-overload]
     return out
 
 
@@ -69,7 +71,7 @@ PARTS = {
 }
 
 
-def multiply(schedule: Schedule = LATE, **changes: str) -> tuple[object, np.ndarray, np.ndarray]:
+def multiply(schedule: Schedule = LATE, **changes: str) -> tuple[Run, np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     a, b = random.integers(-3, 4, (128, 16)), random.integers(-3, 4, (64, 16))
     data = np.concatenate([staged(a, A_AT), staged(b, B_AT)])
@@ -99,6 +101,50 @@ def test_two_mmas_accumulate(schedule: Schedule) -> None:
 def test_faults(part: str, text: str, kind: str) -> None:
     run, *_ = multiply(EARLY, **{part: text})
     assert kind in kinds(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "code"),
+    [
+        ("tf32", np.float32, 2),
+        ("f8f6f4", ml_dtypes.float8_e4m3fn, 0),
+        ("f8f6f4", ml_dtypes.float8_e5m2, 1),
+        ("f16", ml_dtypes.bfloat16, 1),
+    ],
+)
+def test_other_types_multiply(kind: str, dtype: type, code: int) -> None:
+    random = np.random.default_rng(1)
+    columns = 32 // np.dtype(dtype).itemsize
+    a, b = random.integers(-3, 4, (128, columns)), random.integers(-3, 4, (64, columns))
+    data = np.concatenate([staged(a, A_AT, dtype), staged(b, B_AT, dtype)])
+    out = np.zeros((128, 64), np.float32)
+    text = COPY.replace("kind::f16", f"kind::{kind}").format(
+        **PARTS | {"idesc": str(IDESC | code << 7 | code << 10)}
+    )
+    good(execute(text, out, data, block=128, smem=24_700))
+    np.testing.assert_array_equal(out, 2 * (a @ b.T))
+
+
+def test_a_from_tensor_memory() -> None:
+    """Each lane stores its row of A, two halves a word, in columns 32 to 40; then it is A of both MMAs."""
+    random = np.random.default_rng(2)
+    a, b = random.integers(-3, 4, (128, 16)), random.integers(-3, 4, (64, 16))
+    data = np.concatenate([staged(np.zeros((128, 16)), A_AT), staged(b, B_AT)])
+    rows = a.astype(np.float16).view(np.uint32)  # [128, 8]
+    registers = ", ".join(f"%r{60 + n}" for n in range(8))
+    store = f"""
+    mul.wide.u32 %d50, %r0, 32; add.s64 %d51, %d2, %d50;
+    ld.global.v4.b32 {{%r60, %r61, %r62, %r63}}, [%d51]; ld.global.v4.b32 {{%r64, %r65, %r66, %r67}}, [%d51+16];
+    shl.b32 %r70, %r2, 21; add.s32 %r70, %r70, %r10; add.s32 %r70, %r70, 64; add.s32 %r71, %r10, 64;
+    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r70], {{{registers}}}; tcgen05.wait::st.sync.aligned;
+    tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
+    @%p2 bra $LOAD;"""
+    text = COPY.replace("\n    @%p2 bra $LOAD;", store.replace("{", "{{").replace("}", "}}"), 1)
+    text = text.replace("[%r10], %d30", "[%r10], [%r71]").replace("[%r8], 64;", "[%r8], 128;")
+    free = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 128;"
+    out = np.zeros((128, 64), np.float32)
+    good(execute(text.format(**PARTS | {"free": free}), out, data, rows, block=128, smem=24_700))
+    np.testing.assert_array_equal(out, 2 * (a @ b.T))
 
 
 def test_queues_of_two_threads_are_independent() -> None:
@@ -153,26 +199,63 @@ def test_wgmma_fragments() -> None:
     """m64n8k16: registers 4j+{0,1} hold row lane/4, columns 8j+2(lane%4)+{0,1}; {2,3} row + 8."""
     random = np.random.default_rng(0)
     a, b = random.integers(-3, 4, (64, 16)), random.integers(-3, 4, (8, 16))
-    data = np.concatenate([staged(a, 1024), staged(b, 1024 + 8192)])
-    out = np.zeros((64, 8), np.float32)
+    run, out = wgmma("m64n8k16.f32.f16.f16", staged(a, 1024), staged(b, 1024 + 8192), "%d30", True)
+    good(run)
+    np.testing.assert_array_equal(out, a @ b.T)
+
+
+@pytest.mark.parametrize(("name", "dtype", "k"), [("tf32", np.float32, 8), ("bf16", ml_dtypes.bfloat16, 16)])
+def test_wgmma_of_other_types(name: str, dtype: type, k: int) -> None:
+    random = np.random.default_rng(3)
+    a, b = random.integers(-3, 4, (64, k)), random.integers(-3, 4, (8, k))
+    run, out = wgmma(
+        f"m64n8k{k}.f32.{name}.{name}", staged(a, 1024, dtype), staged(b, 1024 + 8192, dtype), "%d30", k == 16
+    )
+    good(run)
+    np.testing.assert_array_equal(out, a @ b.T)
+
+
+def test_wgmma_with_a_from_registers() -> None:
+    """Register 2h+r of a lane: row lane/4 + 8r of the warp's 16, K columns 8h + 2(lane%4) and the next."""
+    random = np.random.default_rng(4)
+    a, b = random.integers(-3, 4, (64, 16)), random.integers(-3, 4, (8, 16))
+    halves = a.astype(np.float16).view(np.uint32).reshape(4, 2, 8, 2, 4)  # warp, r, row, h, lane % 4
+    fragments = np.ascontiguousarray(
+        halves.transpose(0, 2, 4, 3, 1)
+    )  # thread: warp, lane / 4, lane % 4; h, r
+    run, out = wgmma(
+        "m64n8k16.f32.f16.f16", np.zeros(8192, np.uint8), staged(b, 1024 + 8192),
+        "{%r80, %r81, %r82, %r83}", False, fragments,
+    )  # fmt: skip
+    good(run)
+    np.testing.assert_array_equal(out, a @ b.T)
+
+
+def wgmma(
+    what: str, a: np.ndarray, b: np.ndarray, left: str, trans: bool, fragments: np.ndarray | None = None
+) -> tuple[Run, np.ndarray]:
+    """One wgmma of 64 x 8 over operands as staged in shared memory; a thread's fragment in %r80 to %r83."""
+    data, out = np.concatenate([a, b]), np.zeros((64, 8), np.float32)
+    given = np.zeros((128, 4), np.uint32) if fragments is None else fragments.reshape(128, 4)
     sm90 = [(at >> 4) | 1 << 16 | 64 << 32 | 1 << 62 for at in (1024, 1024 + 8192)]
+    tail = "1, 1, 0, 0" if trans else "1, 1, 0" if left[0] == "{" else "1, 1"
     body = f"""
     mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
     $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
     add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
     add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, 9216; @%p1 bra $C;
+    mul.wide.u32 %d50, %r0, 16; add.s64 %d51, %d2, %d50; ld.global.v4.b32 {{%r80, %r81, %r82, %r83}}, [%d51];
     fence.proxy.async.shared::cta; bar.sync 0;
     mov.b64 %d30, {sm90[0]}; mov.b64 %d31, {sm90[1]}; setp.ne.u32 %p4, %r1, %r1;
     wgmma.fence.sync.aligned;
-    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%r40, %r41, %r42, %r43}}, %d30, %d31, %p4, 1, 1, 0, 0;
+    wgmma.mma_async.sync.aligned.{what} {{%r40, %r41, %r42, %r43}}, {left}, %d31, %p4, {tail};
     wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
     shr.u32 %r8, %r0, 5; shl.b32 %r8, %r8, 4; and.b32 %r9, %r0, 31; shr.u32 %r10, %r9, 2; add.s32 %r8, %r8, %r10;
     shl.b32 %r8, %r8, 3; and.b32 %r9, %r0, 3; shl.b32 %r9, %r9, 1; add.s32 %r8, %r8, %r9;
     mul.wide.u32 %d40, %r8, 4; add.s64 %d40, %d40, %d0;
     st.global.v2.b32 [%d40], {{%r40, %r41}}; st.global.v2.b32 [%d40+256], {{%r42, %r43}};
     """
-    good(execute(body, out, data, block=128, smem=10_240, target="sm_90a"))
-    np.testing.assert_array_equal(out, a @ b.T)
+    return execute(body, out, data, given, block=128, smem=10_240, target="sm_90a"), out
 
 
 def test_registers_are_not_read_before_the_wait_of_their_load() -> None:
