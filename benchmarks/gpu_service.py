@@ -1,4 +1,4 @@
-"""The service on one GPU: latency over the kernel, CUDA IPC, stacking, the tensor-core probe, a killed worker, start-up.
+"""The service on one GPU: latency, by HTTP and CUDA IPC, stacking, tensor probe, a killed worker, start-up.
 
     python -m benchmarks.gpu_service --machine h200
 

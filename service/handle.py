@@ -137,6 +137,11 @@ class Handle:
         """Process id while one runs."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def uuid(self) -> str:
+        """The device's; "" while none is ready."""
+        return "" if self.ready is None else str(self.ready.device["uuid"])
+
     async def run(self) -> None:
         """Keep a worker alive until `drain` or `kill_for_good`."""
         while not self._stopping:

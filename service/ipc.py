@@ -30,6 +30,30 @@ class Exported(NamedTuple):
     offset: int
 
 
+class Pointer:
+    """Device memory in the form that torch takes over without a copy."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+def allocate(nbytes: int) -> int:
+    """Device memory in an allocation of its own."""
+    pointer = ctypes.c_uint64()
+    _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+    return pointer.value
+
+
+def free(pointer: int) -> None:
+    """Give it back."""
+    _call("cuMemFree_v2", ctypes.c_uint64(pointer))
+
+
 def export(pointer: int) -> Exported:
     """The handle of the allocation that holds a device pointer. IpcError for memory that can't be shared."""
     base, nbytes = _range(pointer)

@@ -77,7 +77,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """A question to the kernels side: `what` is "variants", "choose", "predict" or "trace"; args are plain data."""
+    """A question: `what` is "variants", "choose", "predict", "trace", or of memory; args are plain data."""
 
     id: int
     what: str

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from service.admit import Bounds, Estimate, Rates, admit
 from service.arena import Arena
 from service.batch import Limits, Queue, Work
@@ -24,7 +26,7 @@ from service.errors import ServiceError
 from service.gpus import places
 from service.handle import SLOWEST_BYTES_PER_SECOND, Flight, Handle, State, Times
 from service.kept import Kept
-from service.messages import Batch, BatchDone, ItemDone, Ready, Report
+from service.messages import Batch, BatchDone, ItemDone, Operand, Ready, Report
 from service.metrics import STAGES, Metrics
 from service.place import Seat, Why, place, stored
 from service.ratio import FlopsRatio, ideal_seconds, peaks
@@ -493,6 +495,28 @@ class Supervisor:
         """Ask every worker that is ready what has no answer; who can't is left."""
         asked = (handle.ask(what, args, timeout) for handle in self._ready())
         await asyncio.gather(*asked, return_exceptions=True)
+
+    async def lend(self, operand: Operand) -> tuple[Handle, dict[str, Any]]:
+        """Lend a tensor of the arena's in a GPU's memory: the worker, and its loan, handle and nbytes.
+
+        ServiceError not_implemented where no GPU computes, no_room.
+        """
+        able = [handle for handle in self._ready() if handle.residency is not None]
+        if not able:
+            raise ServiceError("not_implemented", "no GPU computes here")
+        near = [handle for handle in able if operand.tensor in (handle.residency or ())]
+        handle = (near or able)[0]
+        told = await handle.ask("lend", {"operand": msgspec.to_builtins(operand)}, 30.0)
+        if told is None:
+            raise ServiceError("no_room", "the GPU has no room for this loan", retry_after=1.0)
+        return handle, told
+
+    def end_loan(self, worker: int, life: int | None, loan: int) -> None:
+        """A loan of the worker with process id `life` is over; another knows nothing of it."""
+        handle = self.handles[worker]
+        if handle.pid == life and handle.state is State.READY:
+            asked = asyncio.ensure_future(handle.ask("end_loan", {"loan": loan}, 30.0))
+            asked.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def forget(self, *tensors: str) -> None:
         """Stored content is gone or replaced: device caches drop it."""

@@ -17,11 +17,13 @@ from service.client.errors import (
     TimedOut,
 )
 from service.client.jobs import Job, Step, StepState
+from service.client.loans import Borrowed
 from service.client.operations import Result, Retries
 from service.client.tensors import Handle
 
 __all__ = [
     "AsyncClient",
+    "Borrowed",
     "Busy",
     "Client",
     "ConnectionFailed",

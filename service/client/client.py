@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import ssl
 import time
@@ -16,6 +17,8 @@ import numpy as np
 
 from service.client.errors import ConnectionFailed, GemmError
 from service.client.jobs import Job, Step
+from service.client.loans import Borrowed
+from service.client.local import Place, open_session
 from service.client.operations import Operation, Operations, Pause, Result, Retries
 from service.client.several import AsyncSeveralTransport, Order, SeveralTransport
 from service.client.shared import Arrays
@@ -28,6 +31,7 @@ from service.client.transport import (
     Endpoint,
     SocketTransport,
     Transport,
+    wait,
 )
 
 T = TypeVar("T")
@@ -233,6 +237,27 @@ class Client(_Base):
         """All kept tensors."""
         until = self._until()
         return self._run(self._ask.tensors(until), until)
+
+    def borrow(self, name: str | Handle) -> Borrowed:
+        """A stored tensor as a torch tensor on the GPU that computes for a service on this machine.
+
+        It is a copy of the caller's own, by CUDA IPC, until `close` or the end of a `with` block, ten minutes at
+        most. GemmError where the service isn't on this machine, or computes elsewhere than on a GPU.
+
+        >>> with client.borrow("w") as w:
+        ...     y = x @ w.value
+        """
+        place = Place.of(json.dumps(self.limits()).encode())
+        endpoint = self.endpoints[0]
+        if not (self._local and endpoint.near) or place is None:
+            raise GemmError("only a service on this machine lends its tensors")
+        deadline = self._until()
+        connection = wait(open_session(place, endpoint.key, self._arrays), deadline)
+        try:
+            return Borrowed(connection, wait(connection.borrow(_name(name)), deadline))
+        except BaseException:
+            connection.close()
+            raise
 
     def submit(self, steps: Iterable[Step], *, idempotency_key: str | None = None) -> Job:
         """Hand in a job; it is durable when this returns. The same key again names the same job."""

@@ -19,14 +19,16 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from service.client.device import Bytes, OnDevice, nbytes_of, on_host
-from service.client.errors import ConnectionFailed, GemmError
+from service.client.errors import ConnectionFailed, GemmError, refusal
 from service.client.shared import ALIGN, Arrays, Shared
 from service.client.wire import Call, Head, Need, Reply, Waiting
 from service.local.messages import (
     MAX_PACKET,
+    Borrow,
     Done,
     Garbled,
     Hello,
+    Loan,
     Multiply,
     Piece,
     Product,
@@ -174,6 +176,16 @@ class LocalConnection:
         if not isinstance(answer, Welcome) or answer.instance != instance:
             raise ConnectionFailed("another service is behind the local socket", sent=False)
         self._gpus = answer.devices
+
+    def borrow(self, name: str) -> Generator[Need, None, Loan]:
+        """A copy of a stored tensor in the GPU's memory, until the session ends. Refused where there is none."""
+        self._number += 1
+        yield from self._send(Borrow(self._number, name))
+        answer = yield from self._answer()
+        if isinstance(answer, Refused):
+            raise refusal(answer.status, answer.headers, answer.problem)
+        assert isinstance(answer, Loan)
+        return answer
 
     # -- a product --------------------------------------------------------------------------------------------
 

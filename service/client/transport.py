@@ -162,14 +162,14 @@ class SocketTransport:
             except OSError as error:
                 raise end.unresolved(error) from None
             addresses = [(info[0], info[4]) for info in found]
-        made: Connection = _wait(connect(addresses, end.tls, end.host or end.name), deadline)
+        made: Connection = wait(connect(addresses, end.tls, end.host or end.name), deadline)
         return made
 
     def _exchange(self, connection: Connection, call: Call, deadline: float) -> Reply:
         end = self._endpoint
         try:
             steps = connection.exchange(_prefixed(call, end), end.authority, end.headers)
-            reply: Reply = _wait(steps, deadline)
+            reply: Reply = wait(steps, deadline)
         except BaseException:
             connection.close()
             raise
@@ -180,7 +180,7 @@ class SocketTransport:
         return reply
 
 
-def _wait(steps: Waiting, deadline: float) -> Any:
+def wait(steps: Waiting, deadline: float) -> Any:
     """Drive a generator of `Need`s with poll."""
     poller: select.poll | None = None
     try:
@@ -344,7 +344,7 @@ class _LocalTransport(SocketTransport):
         place = self._paths.place
         if place is None:
             raise ConnectionFailed("there is no local socket", sent=False)
-        made: Connection = _wait(open_session(place, self._endpoint.key, self._paths.arrays), deadline)
+        made: Connection = wait(open_session(place, self._endpoint.key, self._paths.arrays), deadline)
         return made
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from kernels import cublas, predict, probe
 from kernels.device import Device
 from kernels.problem import DType, Problem, Unsupported
@@ -26,6 +28,7 @@ from service.drivers.base import CannotStart, late, problem_asked, problem_of
 from service.drivers.cuda_regions import CudaRegions
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
 from service.drivers.lent import Lent
+from service.drivers.loans import Loans
 from service.drivers.resident import Cache
 from service.drivers.tiles import tiles
 from service.handle import CACHE_SHARE
@@ -36,6 +39,8 @@ log = logging.getLogger("gemm.worker")
 
 #: Batches that the lanes hold at once: one arrives, one computes, one leaves.
 LANES = 3
+#: Share of the cache's budget that loans take besides.
+LOAN_SHARE = 0.25
 #: Exit status after a device error: the context is lost, and with it the process.
 EXIT_DEVICE_FAULT = 5
 
@@ -120,6 +125,7 @@ class CudaDriver:
         self._lent.add_host(0, self._memory.arena.memory)
         free, _ = torch.cuda.mem_get_info(self._place)
         self._cache = Cache(int(free * CACHE_SHARE))
+        self._loans = Loans(torch, self._place, self._back, int(free * CACHE_SHARE * LOAN_SHARE))
         self._types = {
             "fp16": torch.float16,
             "bf16": torch.bfloat16,
@@ -490,9 +496,19 @@ class CudaDriver:
             }
         if what == "choose":
             return asdict(self._runtime.choose(problem_asked(args), args.get("variant", "auto")))
+        if what == "lend":
+            return self._lend(msgspec.convert(args["operand"], Operand))
+        if what == "end_loan":
+            return self._loans.end(args["loan"])
         if self._regions is None:
             self._regions = CudaRegions(self._memory.arena)
         return self._regions.ask(what, args)
+
+    def _lend(self, operand: Operand) -> dict[str, Any] | None:
+        """A stored tensor that is in the arena too, from wherever it is nearest."""
+        with self._lock:
+            kept = self._cache.get(operand.tensor)
+        return self._loans.lend(self._here(operand) if kept is None else kept)
 
     def _detail(self, name: str) -> str:
         outcome = self._outcomes.get(name)

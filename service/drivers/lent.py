@@ -25,18 +25,6 @@ class _Opened:
     uses: int = 0
 
 
-class _Pointer:
-    """Device memory in the form that torch takes over without a copy."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
-
-
 class Lent:
     """Regions by number, 0 the arena. `data` has each as a tensor of bytes."""
 
@@ -87,7 +75,7 @@ class Lent:
         except ipc.IpcError as error:
             raise ValueError(str(error)) from None
         try:
-            opened = _Opened(pointer, self._torch.as_tensor(_Pointer(pointer, nbytes), device="cuda"))
+            opened = _Opened(pointer, self._torch.as_tensor(ipc.Pointer(pointer, nbytes), device="cuda"))
         except (RuntimeError, TypeError) as error:
             ipc.close_handle(pointer)
             raise ValueError(f"the memory can't be used: {error}") from None

@@ -69,6 +69,20 @@ class Multiply(msgspec.Struct, frozen=True, tag="multiply"):
     request_id: str = ""
 
 
+class Borrow(msgspec.Struct, frozen=True, tag="borrow"):
+    """Have a copy of a stored tensor in the GPU's memory, by a CUDA IPC handle. Answered by Loan."""
+
+    id: int
+    name: str
+
+
+class Return(msgspec.Struct, frozen=True, tag="return"):
+    """A loan is closed on the client's side, and over."""
+
+    id: int
+    loan: int
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Answer to Hello. `instance` is the one that GET /limits tells. `devices`: UUIDs of GPUs that compute."""
 
@@ -78,9 +92,22 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Share or Unshare was done."""
+    """Share, Unshare or Return was done."""
 
     id: int
+
+
+class Loan(msgspec.Struct, frozen=True, tag="loan"):
+    """A tensor's bytes at the beginning of an allocation of GPU `device` (its UUID), until the loan ends."""
+
+    id: int
+    loan: int
+    handle: bytes
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    etag: str
+    device: str
 
 
 class Product(msgspec.Struct, frozen=True, tag="product"):
@@ -100,8 +127,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     problem: bytes
 
 
-ToService = Hello | Share | Unshare | Multiply
-ToClient = Welcome | Done | Product | Refused
+ToService = Hello | Share | Unshare | Multiply | Borrow | Return
+ToClient = Welcome | Done | Product | Loan | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_service: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(cast(Any, ToService))

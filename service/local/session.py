@@ -13,7 +13,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -23,15 +24,18 @@ from service.errors import ServiceError
 from service.formats.raw import emit_shape
 from service.gate import translate
 from service.keys import ANONYMOUS, Principal
+from service.local.loans import Loans
 from service.local.messages import (
     HANDLE_BYTES,
     VERSION,
+    Borrow,
     Done,
     Garbled,
     Hello,
     Multiply,
     Product,
     Refused,
+    Return,
     Share,
     ToClient,
     ToService,
@@ -77,6 +81,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._authorization: str | None = None
         self._regions: dict[int, Region] = {}
+        self._loans = Loans(services)
         self._running: set[asyncio.Task[None]] = set()
         self._unsent: deque[bytes] = deque()
         self._reading = self._writing = False
@@ -130,6 +135,11 @@ class Session:
                 self._greet(message)
             case Multiply() if self._greeted:
                 self._begin(message)
+            case Borrow() if self._greeted:
+                self._run(self._borrow(message))
+            case Return() if self._greeted:
+                self._loans.end(message.loan)
+                self._send(Done(message.id))
             case Share() | Unshare() if self._greeted:
                 try:
                     self._send(self._change(message, descriptors))
@@ -193,6 +203,7 @@ class Session:
         for region in self._regions.values():
             region.release()
         self._regions.clear()
+        self._loans.close()
         self._ended(self)
 
     # -- who may ----------------------------------------------------------------------------------------------
@@ -257,16 +268,32 @@ class Session:
         pieces = (*message.body, *([message.out] if message.out is not None else []))
         named = {piece.region for piece in pieces} & self._regions.keys()
         regions = {number: self._regions[number].hold() for number in named}
-        task = self._loop.create_task(self._multiply(message, regions))
 
         def ran(task: asyncio.Task[None]) -> None:
             for region in regions.values():
                 region.release()
+
+        self._run(self._multiply(message, regions)).add_done_callback(ran)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do it beside what else the session does."""
+        task = self._loop.create_task(work)
+
+        def ran(task: asyncio.Task[None]) -> None:
             self._running.discard(task)
             self._go_on()
 
         self._running.add(task)
         task.add_done_callback(ran)
+        return task
+
+    async def _borrow(self, message: Borrow) -> None:
+        try:
+            principal = self._who()
+            principal.require("tensors")
+            self._send(await self._loans.lend(principal.owner, message.name, message.id))
+        except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
+            self._refuse(message.id, error, "")
 
     async def _multiply(self, message: Multiply, regions: dict[int, Region]) -> None:
         """One product, from its packet to its answer, in log and metrics."""

@@ -6,6 +6,7 @@ driver. A product whose alpha is HANGS never ends; one whose alpha is DIES takes
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from kernels.device import describe_cpu
 from kernels.problem import Problem
 from kernels.runtime import Operands
 from kernels.selector import Choice, Reason
+from service import ipc
 from service.drivers import cuda
 from service.messages import Report
 
@@ -80,6 +82,24 @@ class Event(Stream):
         return (other.at - self.at) * 1e3
 
 
+class Ipc:
+    """Allocations by address, which is also their handle; what is freed is zeroed."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Any] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        memory = ctypes.create_string_buffer(nbytes)
+        self._memory[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def free(self, pointer: int) -> None:
+        ctypes.memset(pointer, 0, len(self._memory[pointer]))
+
+    def export(self, pointer: int) -> ipc.Exported:
+        return ipc.Exported(pointer.to_bytes(64, "little"), len(self._memory[pointer]), 0)
+
+
 class Torch:
     """torch, its device the CPU."""
 
@@ -92,12 +112,21 @@ class Torch:
             Event=Event,
             Stream=lambda place: Stream(),
             stream=lambda stream: nullcontext(),
+            device=lambda place: nullcontext(),
             synchronize=lambda place: None,
             empty_cache=lambda: None,
             memory_reserved=lambda place: 0,
             mem_get_info=lambda place: (2 * BUDGET, 2 * BUDGET),
             cudart=lambda: cudart,
         )
+
+    def as_tensor(self, source: ipc.Pointer, device: Any) -> Any:
+        pointer, nbytes = (
+            source.__cuda_array_interface__["data"][0],
+            source.__cuda_array_interface__["shape"][0],
+        )
+        memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
+        return self._torch.frombuffer(memory, dtype=self._torch.uint8)
 
     def device(self, kind: str, index: int) -> Any:
         return self._torch.device("cpu")
@@ -110,7 +139,9 @@ class Runtime:
     """Multiplies, by a variant that is own unless the reference is asked for."""
 
     def __init__(self) -> None:
-        self.device = replace(describe_cpu(), arch="sm_90a", name="stand-in", memory_bytes=2 * BUDGET)
+        self.device = replace(
+            describe_cpu(), arch="sm_90a", name="stand-in", uuid="stand-in-0", memory_bytes=2 * BUDGET
+        )
         self.build_hash = "none"
         self.variants = [SimpleNamespace(name=OWN, step=9), SimpleNamespace(name=cublas.NAME, step=0)]
         self.barred: dict[str, str] = {}
@@ -152,6 +183,9 @@ class StandIn(cuda.CudaDriver):
 
     def _open(self) -> None:
         cuda.runtime = lambda index: Runtime()  # type: ignore[assignment,return-value]
+        stand_in = Ipc()
+        for name in ("allocate", "free", "export"):
+            setattr(ipc, name, getattr(stand_in, name))
         super()._open()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.client import Client
+from service.client import Client, Handle
 from service.client.device import OnDevice
 from service.client.transport import BestTransport
 from service.client.wire import Call
@@ -117,3 +117,30 @@ def test_operands_and_d_stay_on_the_gpu(tmp_path: Path) -> None:
         print(f"a product by IPC takes {np.median(seconds) * 1e6:.0f} µs")
     # The worker has gone with its mappings; the memory is this process's as before.
     assert torch.isfinite(d).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_stored_tensors_are_borrowed_on_the_gpu(tmp_path: Path) -> None:
+    """Two processes: the worker's copies, opened by this one through their IPC handles."""
+    with running(tmp_path, "--device", "cuda", "--workers", "1") as one, Client(one.ready().url) as client:
+        w = torch.randn(700, 300).half()
+        client.put("w", w)
+        with client.borrow("w") as lent:
+            assert lent.value.is_cuda
+            assert torch.equal(lent.value.cpu(), w)
+            x = torch.randn(20, 700, device="cuda").half()
+            torch.testing.assert_close(
+                (x @ lent.value).cpu(), (x.cpu().float() @ w.float()).half(), rtol=1e-2, atol=0.3
+            )
+            lent.value.zero_()  # harms nobody else
+            with client.borrow("w") as other:
+                assert torch.equal(other.value.cpu(), w)
+        kept = client.gemm(w.T.contiguous(), "w", out=Handle("d"))
+        with client.borrow("d") as lent:
+            torch.testing.assert_close(lent.value.float().cpu(), w.float().T @ w.float(), rtol=1e-2, atol=1.0)
+        assert torch.equal(client.get("w", torch_like=w), w)
+        began = time.perf_counter()
+        for _ in range(20):
+            client.borrow("w").close()
+        print(f"borrowing takes {(time.perf_counter() - began) / 20 * 1e6:.0f} µs; {kept}")

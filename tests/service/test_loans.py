@@ -1,0 +1,97 @@
+"""Stored tensors lent on a GPU: whose bytes they are, how loans end, what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.client import Client, GemmError, NotFound, Refused
+from service.client.local import LocalConnection, Place, open_session
+from service.client.shared import Arrays
+from service.client.transport import wait
+from service.local.loans import MOST_LOANS
+from service.local.messages import Loan
+from tests.service import cuda_stand_in
+from tests.service.real import Service, running
+
+torch: Any = pytest.importorskip("torch")
+X = np.arange(60, dtype=np.float32).reshape(6, 10)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("loans")
+    environ = {"PYTHONPATH": cuda_stand_in.folder(folder), "GEMM_CACHE": str(folder / "cache")}
+    with running(folder / "data", "--device", "cuda", "--workers", "1", environ=environ) as one:
+        one.ready().put("x", X).raise_for_status()
+        yield one
+
+
+def session(service: Service) -> LocalConnection:
+    place = Place.of(json.dumps(service.http.get("/limits").json()).encode())
+    assert place is not None
+    made: LocalConnection = wait(open_session(place, "", Arrays()), time.monotonic() + 10)
+    return made
+
+
+def borrow(connection: LocalConnection, name: str) -> Loan:
+    loan: Loan = wait(connection.borrow(name), time.monotonic() + 10)
+    return loan
+
+
+def lent(service: Service, loan: Loan) -> np.ndarray:
+    """What lies at the loan's address in the worker's process."""
+    with open(f"/proc/{service.worker().pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(int.from_bytes(loan.handle, "little"))
+        return np.frombuffer(memory.read(loan.nbytes), np.float32).reshape(loan.shape)
+
+
+def test_a_loan_is_a_copy_and_ends_with_its_session(service: Service) -> None:
+    one, two = session(service), session(service)
+    first, second = borrow(one, "x"), borrow(two, "x")
+    assert (first.dtype, first.shape, first.nbytes, first.device) == ("fp32", (6, 10), 240, "stand-in-0")
+    assert first.etag == service.http.head("/tensors/x").headers["etag"].strip('"').partition(".")[0]
+    assert first.handle != second.handle
+    np.testing.assert_array_equal(lent(service, first), X)
+    one.close()
+    service.until(lambda: not lent(service, first).any(), 5, "freed")
+    np.testing.assert_array_equal(lent(service, second), X)
+    two.close()
+
+
+def test_a_result_that_only_the_device_has_is_lent(service: Service) -> None:
+    assert service.gemm(X, np.ascontiguousarray(X.T), out="handle:d").status_code == 200
+    connection = session(service)
+    np.testing.assert_allclose(lent(service, borrow(connection, "d")), X @ X.T)
+    connection.close()
+
+
+def test_what_cannot_be_lent_is_refused(service: Service, tmp_path: Path) -> None:
+    connection = session(service)
+    with pytest.raises(NotFound):
+        borrow(connection, "nothing")
+    large = np.zeros((512, 256), np.float32)  # more than a quarter of the stand-in's budget
+    service.put("large", large).raise_for_status()
+    with pytest.raises(Refused) as caught:
+        borrow(connection, "large")
+    assert caught.value.status == 507
+    for _ in range(MOST_LOANS):
+        borrow(connection, "x")
+    with pytest.raises(Refused, match="borrows no more"):
+        borrow(connection, "x")
+    connection.close()
+    with pytest.raises(GemmError, match="on this machine"), Client(service.url, local=False) as client:
+        client.borrow("x")
+    with running(tmp_path / "cpu") as cpu:
+        cpu.ready().put("x", X).raise_for_status()
+        connection = session(cpu)
+        with pytest.raises(Refused) as caught:
+            borrow(connection, "x")
+        assert caught.value.status == 501
+        connection.close()
