@@ -165,7 +165,7 @@ def test_every_dtype_layout_and_operand(client: Client, dtype: str) -> None:
     a, b = (DICE.standard_normal((2, 200, 400)).astype(kind) for _ in range(2))
     c, bias = DICE.standard_normal((2, 200, 200)).astype(kind), DICE.standard_normal(200).astype(kind)
     here = client.gemm(a, b.swapaxes(1, 2), c, bias, alpha=0.5, beta=2.0, activation="relu")
-    with Client(client.endpoint.authority and f"http://{client.endpoint.authority}", local=False) as far:
+    with Client(f"http://{client.endpoints[0].authority}", local=False) as far:
         there = far.gemm(a, b.swapaxes(1, 2), c, bias, alpha=0.5, beta=2.0, activation="relu")
     assert here.dtype == kind
     assert here.tobytes() == there.tobytes()
