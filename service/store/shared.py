@@ -14,8 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from service import audit
 from service.arena import Slots
@@ -24,12 +23,12 @@ from service.fronts import ALIVE, Fronts
 from service.session import Session
 from service.store import index
 from service.store.conditions import Conditions
-from service.store.content import Content, Hold, Pin
-from service.store.contents import Contents, lost
+from service.store.content import Content, Hold
 from service.store.effects import Effects
 from service.store.files import Files
 from service.store.index import CONTENT, ContentRow, NameRow, content_of
 from service.store.names import Named
+from service.store.shared_contents import SharedContents, note_orphans, written_state
 from service.store.store import Binding, Entry, TensorStore, entry_of
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ GRACE_SECONDS = 3600.0
 ORPHAN_SECONDS = 86400.0
 #: Seconds between looks for such objects.
 ORPHANS_EVERY = 6 * 3600.0
-#: Seconds between looks at, and most seconds of waiting for, a result that another front is writing.
-UNWRITTEN_POLL, UNWRITTEN_PATIENCE = 0.05, 5.0
 #: Rows of one sweep.
 SWEEP_ROWS = 256
 #: Transaction-wide lock of who sweeps: any fixed number.
@@ -90,137 +87,6 @@ def prepare(db: Session) -> None:
     if db.execute("SELECT 1 FROM pg_trigger WHERE tgname = 'contents_dropped'").fetchone() is None:
         db.execute(_NOTE_DROPPED)
         db.execute(_TRIGGER)
-
-
-class SharedContents(Contents):
-    """Contents that this front has to do with: held, in its arena, or on their way. The database knows all."""
-
-    lease: float
-
-    def __init__(self, *args: Any, lease: float, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.lease = lease
-        self._fresh: set[str] = set()
-        self._lost: set[str] = set()
-
-    def reserve(
-        self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], *, id_: str = ""
-    ) -> Hold:
-        """As ever; the database doesn't know it yet."""
-        hold = super().reserve(owner, name, nbytes, dtype, shape, id_=id_)
-        self._fresh.add(hold.content.row.id)
-        return hold
-
-    def known(self, content: Content) -> None:
-        """The database knows it."""
-        self._fresh.discard(content.row.id)
-
-    def of(self, row: ContentRow, *, lost: bool = False) -> Content:
-        """The content of a row of the database."""
-        content = self._contents.get(row.id)
-        if content is None:
-            content = self._contents[row.id] = Content(row)
-        elif row.whole and not content.row.whole:
-            content.row = replace(content.row, whole=True)
-        content.lost = row.id in self._lost or (lost and row.id not in self._unwritten)
-        self.known(content)
-        return content
-
-    def charge_as(self, by_owner: dict[str, int]) -> None:
-        """The bytes that all fronts keep, as the database has just told."""
-        self.bytes_by_owner = by_owner
-        self.disk_bytes = sum(by_owner.values())
-
-    def drop(self, content: Content) -> None:
-        """One need less. The arena keeps it while there is room; whether its object goes, the database says."""
-        content.needs -= 1
-        id_ = content.row.id
-        if content.needs or id_ in self._unwritten:
-            return
-        if id_ in self._fresh:
-            self._fresh.discard(id_)
-            self.forget(content)
-            if not self.closing:  # else it is found as an orphan
-                self.effects.spawn(self._note(id_))
-        elif self.memory.peek(id_) is None:
-            self.forget(content)
-
-    def forget(self, content: Content) -> None:
-        """Keep nothing of it here."""
-        self._contents.pop(content.row.id, None)
-        self._unwritten.pop(content.row.id, None)
-        self.memory.remove(content.row.id)
-        self.abandon(content.tensor)
-
-    async def _note(self, id_: str) -> None:
-        """The object of a content that came to nothing may go, unless the database took it after all."""
-        with contextlib.suppress(ServiceError):  # found as an orphan
-            await self.database.write(lambda db: _note_orphans(db, [id_]))
-
-    def tidy(self) -> None:
-        """Forget what is neither held nor in the arena."""
-        for id_, content in list(self._contents.items()):
-            if not content.needs and self.memory.peek(id_) is None:
-                del self._contents[id_]
-
-    async def load(self, hold: Hold) -> Pin:
-        """As ever, after what another front still writes."""
-        if self.memory.peek(hold.content.row.id) is None:
-            await self._settled(hold.content)
-        return await super().load(hold)
-
-    async def write_back(self, content: Content) -> None:
-        """As ever; what another front has, that one writes."""
-        if content.row.id in self._unwritten:
-            await super().write_back(content)
-        else:
-            await self._settled(content)
-
-    async def _read_into(self, content: Content, start: int, view: memoryview) -> None:
-        await self._settled(content)
-        await super()._read_into(content, start, view)
-
-    async def _settled(self, content: Content) -> None:
-        """Wait until the file is there. ServiceError lost, or unavailable where that takes too long."""
-        end = time.monotonic() + UNWRITTEN_PATIENCE
-        while not content.row.whole:
-            if content.lost:
-                raise lost(content)
-            state = await self.database.read(lambda db: _state(db, content.row.id, self.lease))
-            if state == "whole":
-                content.row = replace(content.row, whole=True)
-            elif state == "lost":
-                content.lost = True
-            elif time.monotonic() > end:
-                raise ServiceError(
-                    "unavailable", "another front hasn't written this tensor yet", retry_after=1.0
-                )
-            else:
-                await asyncio.sleep(UNWRITTEN_POLL)
-
-    def _lose_only_copy(self, content: Content) -> None:
-        super()._lose_only_copy(content)
-        self._lost.add(content.row.id)
-
-    async def tell_lost(self) -> None:
-        """Let others know what this front had alone, and lost."""
-        if gone := list(self._lost):
-            await self.database.write(
-                lambda db: db.executemany("DELETE FROM unwritten WHERE content = ?", [(id_,) for id_ in gone])
-            )
-            self._lost.difference_update(gone)
-
-
-def _state(db: Session, content: str, lease: float) -> str:
-    """Of a content: "whole", "lost", or "unwritten" while a living front has it."""
-    row = db.execute(
-        f"SELECT whole, EXISTS (SELECT 1 FROM unwritten WHERE content = contents.id AND front IN ({ALIVE})) "
-        "FROM contents WHERE id = ?",
-        (lease, content),
-    ).fetchone()
-    if row is None or not (row[0] or row[1]):
-        return "lost"
-    return "whole" if row[0] else "unwritten"
 
 
 class SharedStore(TensorStore):
@@ -312,7 +178,7 @@ class SharedStore(TensorStore):
     async def _drop_orphans(self) -> None:
         """Note objects that no row names, to be deleted as others are."""
         async for ids in self.kept_files.older(ORPHAN_SECONDS):
-            orphans = await self.transactions.write(lambda db, ids=ids: _note_orphans(db, ids))  # type: ignore[misc]
+            orphans = await self.transactions.write(lambda db, ids=ids: note_orphans(db, ids))  # type: ignore[misc]
             if orphans:
                 logger.info("%d objects of unfinished tensors will be deleted", orphans)
 
@@ -366,7 +232,7 @@ class SharedStore(TensorStore):
                 if soft:
                     db.execute("INSERT INTO unwritten VALUES (?, ?)", (row.id, self.fronts.id))
                 index.bind(db, name)
-                return earlier is None or _state(db, earlier.row.id, self.fronts.lease) == "lost"
+                return earlier is None or written_state(db, earlier.row.id, self.fronts.lease) == "lost"
 
             replaced = await self.transactions.write(commit, soft=soft)
         self.contents.known(content)
@@ -458,11 +324,3 @@ def _due(db: Session) -> list[str]:
         (GRACE_SECONDS, SWEEP_ROWS),
     )
     return [id_ for (id_,) in rows.fetchall()]
-
-
-def _note_orphans(db: Session, ids: list[str]) -> int:
-    return db.execute(
-        "INSERT INTO dropped (content) SELECT id FROM unnest(?::text[]) AS found (id) "
-        "WHERE NOT EXISTS (SELECT 1 FROM contents WHERE contents.id = found.id) ON CONFLICT DO NOTHING",
-        (ids,),
-    ).rowcount
