@@ -210,7 +210,7 @@ _PATH_STEP: dict[str, Any] = {**_PATH_JOB, "name": "step"}
         413: {"description": "The body, or its operands and results, are above the limit"},
         415: {"description": "The Content-Type isn't application/json"},
         422: {"description": "The job is invalid, or the key came with another body before"},
-        503: {"description": "The service shuts down, or its data folder can't be written"},
+        503: {"description": "The service shuts down, or what keeps jobs can't be written or reached"},
         507: {"description": "There is no room"},
     },
     openapi_extra={

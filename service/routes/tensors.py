@@ -194,7 +194,7 @@ def _put_parameters() -> list[dict[str, Any]]:
         413: {"description": "The body is above the limit"},
         415: {"description": "The Content-Type isn't known"},
         422: {"description": "The name, a field or the tensor is invalid"},
-        503: {"description": "The data folder can't be written"},
+        503: {"description": "The data folder can't be written, or what fronts share can't be reached"},
         507: {"description": "There is no room"},
     },
     openapi_extra={

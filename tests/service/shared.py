@@ -173,11 +173,13 @@ def s3() -> Iterator[S3]:
 class Cable:
     """Forwards TCP from a port of its own; `cut` it, and nothing passes.
 
-    "refuse": connections end and new ones are refused. "hold": all stays open, and nothing arrives.
+    "refuse": connections end and new ones are refused. "hold": all stays open, and nothing arrives. `came` counts
+    the bytes that came from the far end.
     """
 
     def __init__(self, to: int) -> None:
         self.to = to
+        self.came = 0
         self.port = free_port()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
@@ -231,16 +233,19 @@ class Cable:
             return
         self._writers |= {writer, far_writer}
         try:
-            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer, count=True))
         finally:
             for end in (writer, far_writer):
                 self._writers.discard(end)
                 end.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, count: bool = False
+    ) -> None:
         with contextlib.suppress(OSError):
             while piece := await reader.read(1 << 16):
                 await self._open.wait()
+                self.came += len(piece) if count else 0
                 writer.write(piece)
                 await writer.drain()
             if writer.can_write_eof():
