@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,21 @@ class Service:
         *flags: str,
         environ: dict[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
+        under: Sequence[str] = (),
     ) -> None:
         self.data = data
-        command = [sys.executable, "-m", "service", "serve", "--port", "0", "--data", str(data), *flags]
+        command = [
+            *under,
+            sys.executable,
+            "-m",
+            "service",
+            "serve",
+            "--port",
+            "0",
+            "--data",
+            str(data),
+            *flags,
+        ]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -192,11 +204,15 @@ def result(response: httpx.Response) -> np.ndarray:
 
 @contextlib.contextmanager
 def running(
-    data: Path, *flags: str, environ: dict[str, str] | None = None, tls: ssl.SSLContext | None = None
+    data: Path,
+    *flags: str,
+    environ: dict[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+    under: Sequence[str] = (),
 ) -> Iterator[Service]:
-    """A service for the length of a block; `tls` is its client's side."""
+    """A service for the length of a block; `tls` is its client's side, `under` a command that becomes the service."""
     light = ("--backend", "numpy", "--arena-bytes", "256MiB")
-    service = Service(data, *light, *flags, environ=environ, tls=tls)
+    service = Service(data, *light, *flags, environ=environ, tls=tls, under=under)
     try:
         yield service
     finally:

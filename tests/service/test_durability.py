@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import resource
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,36 @@ def test_disk_full_refuses_what_must_be_kept_and_goes_on_multiplying(service: Se
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
     assert service.put("more", WEIGHT).status_code == 201
     check(service, 1000, submit(service, 1000).json()["id"])
+
+
+#: Becomes the command that follows a folder, which it sees read-only. Root may write whatever its mode says.
+READ_ONLY = (
+    "unshare",
+    "-m",
+    "sh",
+    "-c",
+    'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"',
+)
+
+
+def test_a_read_only_folder_serves_what_it_holds_and_goes_on_multiplying(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with running(data) as before:
+        before.ready().put("weight", WEIGHT).raise_for_status()
+    under = (*READ_ONLY, str(data))
+    if subprocess.run([*under, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a folder read-only takes rights that this user lacks")
+    x = RNG.integers(-4, 5, (8, 64)).astype(np.float32)
+    with running(data, under=under) as service:
+        service.ready()
+        refused = [service.put("more", WEIGHT), submit(service, 1), service.http.delete("/tensors/weight")]
+        refused.append(service.gemm(x, "weight", out="handle:d"))
+        assert [(reply.status_code, reply.json()["code"]) for reply in refused] == [(503, "read_only")] * 4
+        np.testing.assert_array_equal(result(service.gemm(x, "weight")), x @ WEIGHT)
+        np.testing.assert_array_equal(result(service.http.get("/tensors/weight", headers=ACCEPT)), WEIGHT)
+        assert service.stop() == 0
+    with running(data) as after:
+        after.ready().put("more", WEIGHT).raise_for_status()
 
 
 def test_results_that_are_kept(service: Service) -> None:
