@@ -400,9 +400,10 @@ class Supervisor:
             if item.kept:
                 self._keep(handle, work)
             self._settle(work, item, done.seconds, len(flight.works))
+        # At once: those who were woken now write replies, and the worker has no need to wait for that.
+        self._dispatch()
         for watcher in self.watchers:
             watcher(flight.works, done)
-        self._dispatch_soon()
 
     def _keep(self, handle: Handle, work: Work) -> None:
         """D stays on the worker's device; if nobody waits for it any more, it may go."""
