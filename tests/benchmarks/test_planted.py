@@ -45,19 +45,19 @@ class Cuda:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    def cuModuleLoadData(self, module: Any, text: bytes) -> int:  # noqa: N802
+    def cuModuleLoadData(self, module: Any, text: bytes) -> int:
         self.asked.append(("load", text))
         return 0
 
-    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:  # noqa: N802
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         self.asked.append(("find", name))
         return 0
 
-    def cuFuncSetAttribute(self, function: Any, which: int, value: int) -> int:  # noqa: N802
+    def cuFuncSetAttribute(self, function: Any, which: int, value: int) -> int:
         self.asked.append(("attribute", which, value))
         return 0
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: Any) -> int:  # noqa: N802
+    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: Any) -> int:
         given = config._obj
         self.asked.append(("launch", list(given.grid), list(given.block), given.shared, given.count))
         return 0
