@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.clients import Clients
+from benchmarks.gpu_service import Load, metrics, stages, total
 from benchmarks.load import free_port, served
 from benchmarks.transfers import Peer
 
@@ -305,34 +306,72 @@ def _service(workers: int, devices: str) -> Iterator[tuple[int, subprocess.Popen
 
 
 def workers(count: int, size: int, seconds: float) -> Iterator[Row]:
-    """Throughput of a worker on each GPU against one worker; residency; a worker killed under load."""
+    """Throughput of a worker on each GPU against one, before and after; residency; a worker killed under load."""
     import numpy as np
 
+    flops = 2.0 * size**3
+    yield {
+        "name": f"kernels.gemm {size}³ fp16 alone on one GPU",
+        "requests_per_second": _alone(size, min(seconds, 5.0)) / flops,
+    }
     x = np.random.default_rng(1).standard_normal((size, size), dtype=np.float32).astype(np.float16)
     target = "/gemm?a=handle:a&b=handle:b&batch_invariant=false&out=handle:d{}"
-    rates: dict[int, float] = {}
+    rates: list[float] = []
     everything = ",".join(map(str, range(count)))
-    for number, devices in ((1, "0"), (count, everything)):
+    for number, devices in ((1, "0"), (count, everything), (1, "0")):
         with _service(number, devices) as (port, process):
             _await_workers(port, number)
             for name in "ab":
                 query = f"/tensors/{name}?shape={size}x{size}&dtype=fp16"
                 Peer(port).exchange("PUT", query, memoryview(x).cast("B"), accept="application/json")
             clients = Clients(port, 6 * number, target, accept="application/json")
-            clients.window(3)
-            seen = clients.window(seconds)
-            rates[number] = seen.answers / seen.seconds
+            clients.window(4)  # clocks settle, memory is touched for the first time
+            before = metrics(port)
+            windows = [clients.window(seconds / 3) for _ in range(3)]
+            after = metrics(port)
+            rates.append(statistics.median(seen.answers / seen.seconds for seen in windows))
+            yield {
+                "name": f"{number} workers at {size}³ fp16, resident operands, D kept",
+                "requests_per_second": rates[-1],
+                "windows": [seen.answers / seen.seconds for seen in windows],
+                "p50_seconds": windows[1].p50_seconds,
+                **_spent(before, after, number, sum(seen.seconds for seen in windows)),
+            }
             if number == count > 1:
-                yield _kill_one(port, process, clients, rates[number], count, seconds)
+                yield _kill_one(port, process, clients, rates[-1], count, seconds)
             clients.stop()
             yield _residency(port, number)
-    flops = 2.0 * size**3
+    one = max(rates[0], rates[2])
     yield {
-        "name": f"{count} workers at {size}³ fp16, resident operands, D kept",
-        "requests_per_second": rates[count],
-        "one_worker_requests_per_second": rates[1],
-        "flops_per_second": rates[count] * flops,
-        "ratio": rates[count] / (count * rates[1]),
+        "name": f"{count} workers over one at {size}³ fp16",
+        "requests_per_second": rates[1],
+        "one_worker_requests_per_second": one,
+        "flops_per_second": rates[1] * flops,
+        "ratio": rates[1] / (count * one),
+    }
+
+
+def _alone(size: int, seconds: float) -> float:
+    """FLOPs a second of the kernel in this process."""
+    import torch
+
+    load = Load(size)
+    load.run(1.0, 2.0)
+    began = time.perf_counter()
+    done = load.run(1.0, seconds)
+    spent = time.perf_counter() - began
+    del load
+    torch.cuda.empty_cache()
+    return done / spent
+
+
+def _spent(before: dict[str, float], after: dict[str, float], number: int, seconds: float) -> Row:
+    """Where the time went between two scrapes."""
+    grown = {key: after[key] - before.get(key, 0.0) for key in after}
+    return {
+        "kernel_busy_share": total(grown, "gemm_kernel_busy_seconds_total") / seconds / number,
+        "mean_batch": grown["gemm_batch_requests_sum"] / grown["gemm_batch_requests_count"],
+        "stages": stages(before, after),
     }
 
 
@@ -340,7 +379,7 @@ def _await_workers(port: int, count: int) -> None:
     """Until all workers are ready and the self-tests of own variants have ended on each GPU."""
     end = time.monotonic() + 150
     while True:
-        seen = _metrics(port)
+        seen = metrics(port)
         untested = [
             name for name in seen if name.startswith("gemm_variant_quarantined") and "untested" in name
         ]
@@ -351,17 +390,8 @@ def _await_workers(port: int, count: int) -> None:
         time.sleep(0.2)
 
 
-def _metrics(port: int) -> dict[str, float]:
-    import httpx
-
-    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text.splitlines()
-    return {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"
-    }
-
-
 def _residency(port: int, number: int) -> Row:
-    seen = {key: value for key, value in _metrics(port).items() if key.startswith("gemm_placements_total")}
+    seen = {key: value for key, value in metrics(port).items() if key.startswith("gemm_placements_total")}
     return {"name": f"placements with {number} workers", "outcome": "counted", "detail": seen}
 
 
@@ -377,7 +407,7 @@ def _kill_one(
     victim.kill()
     began = time.perf_counter()
     # A process with a CUDA context takes a while to be gone; what it held runs elsewhere then.
-    while _metrics(port).get("gemm_workers_ready", 0) == count and time.perf_counter() - began < 30:
+    while metrics(port).get("gemm_workers_ready", 0) == count and time.perf_counter() - began < 30:
         time.sleep(0.02)
     gone = time.perf_counter() - began
     stop = threading.Event()
@@ -398,7 +428,7 @@ def _kill_one(
         stop.set()
         killer.join()
     until = time.perf_counter() + 60
-    while _metrics(port).get("gemm_workers_ready", 0) < count and time.perf_counter() < until:
+    while metrics(port).get("gemm_workers_ready", 0) < count and time.perf_counter() < until:
         time.sleep(0.05)
     clients.window(3)
     after = clients.window(max(10.0, seconds))
