@@ -253,7 +253,9 @@ class Postgres:
             raise _Broken from error
         if isinstance(error, errors.DiskFull):
             raise ServiceError("no_room", "the database's disk is full") from error
-        if isinstance(error, psycopg.OperationalError) and not isinstance(error, _IN_THE_WAY):
+        if isinstance(error, psycopg.Error) and not isinstance(error, _IN_THE_WAY):
+            # A standby that only reads, a right that was taken away, a limit: all for who runs the database.
+            logger.error("the database refused: %s", _line(error))
             raise unavailable(_line(error)) from error
 
     def _connection(self, request: _Request[T]) -> psycopg.Connection[Any]:
@@ -286,11 +288,18 @@ class Postgres:
         }
         known = conninfo.conninfo_to_dict(self._url)
         added = {name: value for name, value in patience.items() if name not in known}
-        connection = psycopg.connect(conninfo.make_conninfo(self._url, **added), autocommit=True)
+        # Nothing is prepared, so that a pool of connections may stand between (pgbouncer).
+        connection = psycopg.connect(
+            conninfo.make_conninfo(self._url, **added), autocommit=True, prepare_threshold=None
+        )
         limit = round(self.seconds * 1000)
-        connection.execute(f"SET statement_timeout = {limit}")
-        # What begins and doesn't end (a front that is stopped in its tracks) must not hold locks.
-        connection.execute(f"SET idle_in_transaction_session_timeout = {2 * limit}")
+        try:
+            connection.execute(f"SET statement_timeout = {limit}")
+            # What begins and doesn't end (a front that is stopped in its tracks) must not hold locks.
+            connection.execute(f"SET idle_in_transaction_session_timeout = {2 * limit}")
+        except psycopg.Error:
+            connection.close()
+            raise
         return connection
 
     def _drop(self, connection: psycopg.Connection[Any]) -> None:

@@ -150,7 +150,7 @@ class SharedStore(TensorStore):
         await self.contents.retry()
         await self.contents.tell_lost()
         self.contents.tidy()
-        self._soft = {key: content for key, content in self._soft.items() if not content.row.whole}
+        self._soft = {k: soft for k, soft in self._soft.items() if not (soft.row.whole or soft.lost)}
         for name, row in await self.transactions.write(lambda db: _expire(db, now)):
             audit.changed("expire", row, name)
         if time.monotonic() >= self._orphans_at:

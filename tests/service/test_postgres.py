@@ -127,6 +127,15 @@ async def test_a_restart_between_requests_is_not_noticed(
         assert await database.read(count) == before + 8
 
 
+async def test_a_database_that_takes_no_changes_is_unavailable(database: Postgres) -> None:
+    """As a standby after a fail-over."""
+    with refused("unavailable"):
+        await database.write(lambda db: (db.execute("SET TRANSACTION READ ONLY"), add(db)))
+    with refused("unavailable"):
+        await database.read(lambda db: db.execute("SELECT * FROM nowhere"))
+    await database.write(add)
+
+
 async def test_start_says_what_is_wrong(postgres: shared.Postgres) -> None:
     with pytest.raises(
         SharedUnusable, match=r"journal: can't connect to 127\.0\.0\.1:1/x: .*refused"
