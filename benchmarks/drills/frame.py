@@ -1,7 +1,9 @@
 """What all drills share: receives functions that bring on a mishap, hands on rows of how it ended.
 
 A drill is a function that returns what it saw in one line and raises `Failed` where the service did what it
-must not. `@drill("name", seconds=…)` registers it; it has to end within its seconds, or counts as failed.
+must not. `@drill("name", seconds=…)` registers it; it has to end within its seconds, or counts as failed. One that
+goes on for a while is given that while: `@drill("name", seconds=…, lasts=600)` calls it with 600, or with what the
+command line says instead, and allows that on top.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 Row = dict[str, Any]
 
@@ -24,23 +26,27 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One drill: its name, what it does, the seconds that bound it."""
+    """One drill: its name, what it does, the seconds that bound it (beyond `lasts`, which `run` is called with)."""
 
     name: str
-    run: Callable[[], str]
+    run: Callable[..., str]
     seconds: float
+    lasts: float = 0.0
 
 
 DRILLS: dict[str, Drill] = {}
 
 
-def drill(name: str, *, seconds: float) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Register a drill under `name`, bounded by `seconds`."""
+Run = TypeVar("Run", bound=Callable[..., str])
 
-    def register(run: Callable[[], str]) -> Callable[[], str]:
+
+def drill(name: str, *, seconds: float, lasts: float = 0.0) -> Callable[[Run], Run]:
+    """Register a drill under `name`, bounded by `seconds`, or by these beyond what it `lasts`."""
+
+    def register(run: Run) -> Run:
         if name in DRILLS:
             raise ValueError(f"there is a drill {name!r} already")
-        DRILLS[name] = Drill(name, run, seconds)
+        DRILLS[name] = Drill(name, run, seconds, lasts)
         return run
 
     return register
@@ -73,8 +79,8 @@ def perform(drill: Drill) -> Row:
     """Run it; the row says "passed" or "failed" and what was seen."""
     began = time.monotonic()
     try:
-        with bounded(drill.seconds):
-            outcome, detail = "passed", drill.run()
+        with bounded(drill.seconds + drill.lasts):
+            outcome, detail = "passed", drill.run(drill.lasts) if drill.lasts else drill.run()
     except (Failed, AssertionError) as error:
         outcome, detail = "failed", str(error)
     return {

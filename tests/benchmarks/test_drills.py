@@ -35,3 +35,15 @@ def test_rows_of_other_drills_stay(tmp_path: Path) -> None:
         json.dumps({"rows": [{"name": "a", "outcome": "passed"}, {"name": "b", "outcome": "failed"}]})
     )
     assert [row["outcome"] for row in merged(path, [new])] == ["passed", "passed"]
+
+
+def test_a_drill_that_lasts_is_told_how_long_and_bounded_beyond_that() -> None:
+    told: list[float] = []
+    row = perform(Drill("lasting", lambda lasts: str(told.append(lasts)), 0.2, lasts=0.3))
+    assert (row["outcome"], told) == ("passed", [0.3])
+
+    def late(lasts: float) -> str:
+        time.sleep(30)
+        return ""
+
+    assert perform(Drill("late", late, 0.1, lasts=0.1))["outcome"] == "failed"
