@@ -52,6 +52,7 @@ PAD_NUMPY = 64
 KEEP_WIDE_BYTES = 1 << 27  # a B whose fp64 form is larger is converted by panels each time
 # FLOPs up to which waking a second thread costs more than it brings, and takes a core from whoever serves.
 SMALL_FLOPS = 40_000_000
+BLOCK_ELEMENTS = 1 << 22  # of rows that are padded at a time, and of their product: bounds the copies
 TAIL_ROWS = 512  # fewer rows than this are copied to be padded; above, only the last incomplete rows are
 
 
@@ -394,13 +395,15 @@ class _Library:
             self.matmul(a[:head], right, out[:head])
         if head == m:
             return
-        rows = m - head
-        left = scratch("left", (-(-rows // self.pad) * self.pad, k), self.kind)
-        cast_into(left[:rows], a[head:])
-        left[rows:] = 0
-        product = scratch("product", (len(left), right.shape[1]), self.kind)
-        self.matmul(left, right, product)
-        out[head:] = product[:rows, :n]
+        step = max(TAIL_ROWS, BLOCK_ELEMENTS // max(k, right.shape[1]) // self.pad * self.pad)
+        for start in range(head, m, step):
+            rows = min(step, m - start)
+            left = scratch("left", (-(-rows // self.pad) * self.pad, k), self.kind)
+            cast_into(left[:rows], a[start : start + rows])
+            left[rows:] = 0
+            product = scratch("product", (len(left), right.shape[1]), self.kind)
+            self.matmul(left, right, product)
+            out[start : start + rows] = product[:rows, :n]
 
     def _by_rows(self, a: Array, b: Array, out: Array) -> None:
         """A row at a time from one scratch to another: calls that are alike in all but values."""

@@ -318,6 +318,22 @@ def test_blocks_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 70)])
+def test_many_rows_are_padded_a_block_at_a_time(
+    backend: Backend, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(n)
+    a, b = random.standard_normal((2000, k)), random.standard_normal((k, n))
+    whole, blocked = np.empty((2000, n)), np.full((2000, n), np.nan)
+    problem = Problem(2000, n, k, dtype=DType.FP64, out_dtype=DType.FP64)
+    compute(problem, a, b, whole, backend=backend)
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 1)
+    compute(problem, a, b, blocked, backend=backend)
+    assert check(problem, blocked, a, b).ok
+    assert whole.tobytes() == blocked.tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.FP32, DType.FP64])
 @pytest.mark.parametrize("invariant", [True, False])
 def test_each_layer_of_a_stored_batch_is_its_own(backend: Backend, dtype: DType, invariant: bool) -> None:

@@ -1,6 +1,6 @@
 """Bodies above 2 GiB in and out, over HTTP and in lent memory: sizes that don't fit 31 bits.
 
-Not batch-invariant: for that the reference pads the one column of D to 64, which takes 128 GiB.
+Not batch-invariant: for that the reference pads the one column of D to 64, which takes 64 times the time.
 """
 
 from __future__ import annotations
