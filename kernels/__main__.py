@@ -21,6 +21,7 @@ ELSEWHERE = {
     "build": ("kernels.build", "compile kernels ahead of time; no GPU needed"),
     "gates": ("kernels.gates", "check the machine code of what is built"),
     "tune": ("kernels.tune", "measure the variants on this device and keep the times"),
+    "ladder": ("kernels.climb", "climb the nine steps on this GPU or a virtual one; a table and a picture"),
     "predict": ("kernels.predict", "what a model says of a kernel's time on a chip"),
     "trace": ("kernels.trace", "run a kernel, virtual or on a GPU, and write what its roles do when"),
 }
@@ -47,7 +48,6 @@ def commands() -> Mapping[str, tuple[Main, str]]:
         "explain": (explain, "what would run for a problem, and why not the others"),
         "variants": (variants, "the variants of a device, and which may run"),
         "verify": (verify, "test the variants of this device, or kernels on the virtual GPU"),
-        "ladder": (ladder, "the steps and the one idea of each"),
     }
     for name, (module, text) in ELSEWHERE.items():
         if _exists(module):
@@ -264,23 +264,6 @@ def _verify_gpu(index: int, only: str) -> int:
     for name, because in gpu.barred.items():
         print(f"not run {name}: {because}")
     return 0 if all(each.ended in (Ended.RIGHT, Ended.BITS) for each in outcomes.values()) else 1
-
-
-def ladder(argv: Sequence[str]) -> int:
-    """The steps as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from kernels.ladder import LADDER
-
-    parser = argparse.ArgumentParser(prog="python -m kernels ladder", description=commands()["ladder"][1])
-    parser.add_argument("--arch", choices=sorted(LADDER), default="sm_90a")
-    options = parser.parse_args(argv)
-    table = Table("step", "the one idea")
-    for step in LADDER[options.arch]:
-        table.add_row(step.name, step.idea)
-    Console().print(table)
-    return 0
 
 
 if __name__ == "__main__":

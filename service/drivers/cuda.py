@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kernels import cublas, predict, probe
+from kernels import climb, cublas, predict, probe
 from kernels.device import Device
 from kernels.problem import DType, Problem, Unsupported
 from kernels.runtime import Operands, Runtime, runtime
@@ -478,7 +478,9 @@ class CudaDriver:
 
     def ask(self, what: str, args: dict[str, Any]) -> Any:
         """ "variants", "choose", what concerns memory of clients, and a model's "predict" and "trace"."""
-        if what in ("predict", "trace"):
+        if what == "predict":
+            return {**predict.answer(what, args), "here": climb.kept(self.device.key)}
+        if what == "trace":
             return predict.answer(what, args)
         if what == "variants":
             barred = self._runtime.barred

@@ -113,6 +113,22 @@ class Part {
   }
 }
 
+/** What the two timelines come to, in a sentence or two. */
+function lesson({ lockstep, chosen }) {
+  if (chosen.deadlock.length) return ["With equal phases at the start nobody ever moves: see the red bars and the notice below."];
+  const share = (line) => words(percent(line.kpis.steady["tensor core"]));
+  const faster = lockstep.nanoseconds / chosen.nanoseconds;
+  return [
+    "From the first product to the last, the tensor core works ", h("b", {}, share(lockstep)), " of the time in lockstep and ", h("b", {}, share(chosen)),
+    chosen.roles ? " once roles run apart" : " with one team and this ring", `: the same tiles, ${faster >= 1 ? `${digits(faster)}× as fast` : `${digits(1 / faster)}× as slow`}. `,
+    chosen.roles ? "Nothing computes faster: loads, products and stores merely overlap. What is left is fill and drain, which a longer K or more tiles spread thinner." : "One team still stops to write each tile back.",
+  ];
+}
+
+const LEGEND = [["k-tma", "TMA loads"], ["k-mma", "tensor core"], ["k-wb", "write-back"], ["k-wait", "waits on a barrier"]];
+const legend = () => h("ul", { class: "legend" }, LEGEND.map(([kind, name]) => h("li", {}, h("i", { class: `dot ${kind}` }), name)),
+  h("li", {}, "tick: a role asks an engine"), h("li", {}, "arrow: a barrier flips, and who waited goes on"));
+
 /** Why the first waits pass and block, from the timeline's own first waits. */
 function startUp(line) {
   const producer = line.waits.find((w) => w.barrier === "mma2tma" && w.begin === 0);
@@ -137,6 +153,7 @@ export function view(root) {
   const right = new Part("Specialised", "specialised");
   const start = h("div");
   const about = h("div");
+  const verdict = h("p", { class: "verdict", id: "verdict" });
   const problem = h("div");
   const said = h("p", { class: "sr", role: "status" });
   let answer = null;
@@ -208,6 +225,7 @@ export function view(root) {
       left.set(got.lockstep, "Lockstep: one team loads, multiplies, writes back", span, null);
       right.set(got.chosen, got.chosen.roles ? `Specialised: Step ${STEPS[asked.step]}, ring of ${asked.depth}` : `Step ${STEPS[asked.step]}, ring of ${asked.depth}`, span, got.lockstep);
       fill(start, startUp(got.chosen));
+      fill(verdict, lesson(got));
       const tight = got.smem_bytes > got.smem_limit;
       fill(about,
         note(`${got.device}, one CTA${asked.step >= 8 ? " of a cluster of two, its peer does the same" : ""}: ${got.chosen.tile.join("×")} a tile${asked.step >= 8 ? " of the cluster" : ""}, ${digits(got.chosen.stage_bytes / 1024)} KiB a stage. A discrete-event model at ${digits(got.clock_hz / 1e9)} GHz (parameters under Ladder), never measured; the same that python -m kernels predict --timeline prints.`),
@@ -245,6 +263,7 @@ export function view(root) {
       select("speed", SPEEDS, "1", (x) => { speed = Number(x); }, { id: "speed" }),
       select("zoom", ZOOMS, wide ? "2" : "4", zoom, { id: "zoom" })),
     said,
+    h("div", { class: "panel" }, verdict, legend()),
     h("div", { class: "pair" }, left.node, right.node),
     h("div", { class: "grid" }, h("div", { class: "panel wide", id: "start-up" }, h("h3", {}, "The first moment"), start)));
   zoom(wide ? 2 : 4);

@@ -80,6 +80,16 @@ export function select(label, options, value, onchange, attributes = {}) {
 export const panel = (title, ...children) => h("div", { class: "panel" }, title ? h("h3", {}, title) : null, children);
 export const note = (...children) => h("p", { class: "note" }, ...children);
 
+/** Draw a chart as wide as its place, so that its text keeps its size; again when the place changes. */
+export function fitted(place, draw) {
+  let wide = 0;
+  new ResizeObserver(() => {
+    const now = Math.round(Math.min(1400, place.clientWidth));
+    if (now && Math.abs(now - wide) > 4) { wide = now; draw(); }
+  }).observe(place);
+  return () => wide || Math.min(1400, place.clientWidth) || 900;
+}
+
 /** Ticks at powers of ten from `low` to `high`. */
 export function decades(low, high) {
   const found = [];

@@ -1,7 +1,8 @@
 // Ladder: receives measured, predicted and published times of the nine steps, hands on a chart and a table.
 
 import * as api from "./api.js";
-import { NONE, decades, digits, fill, flops, h, logScale, note, panel, percent, s, seconds, select, table, words } from "./dom.js";
+import { CHIPS_OF } from "./roofs.js";
+import { NONE, decades, digits, fill, fitted, flops, h, logScale, note, panel, percent, s, seconds, select, table, words } from "./dom.js";
 
 const KINDS = [["measured", "measured"], ["predicted", "predicted (model)"], ["published", "published by others"]];
 const CHIPS = [["b200", "B200 (sm_100a)"], ["h200", "H200 (sm_90a)"]];
@@ -18,7 +19,9 @@ api.onKey(() => { asked = null; });
 /** Each step of a chip with what is known of it; kinds of figures stay apart. */
 export function steps(document_, chip) {
   const model = document_.predicted?.chips?.[chip];
-  const file = document_.measured.find((each) => each.machine.name === chip || each.machine.device?.toLowerCase().includes(chip));
+  // what was measured on this very device comes before the packaged file of its kind
+  const files = [document_.predicted?.here, ...document_.measured].filter(Boolean);
+  const file = files.find((each) => each.machine.name === chip || each.machine.device?.toLowerCase().includes(chip));
   const rows = (model?.steps ?? []).map((step) => ({ ...step, measured: null, sustained: null, predicted: null, published: null }));
   for (const row of rows) {
     const work = 2 * row.m * row.n * row.k;
@@ -36,19 +39,20 @@ export function steps(document_, chip) {
   return { rows, file, model };
 }
 
-function chart(rows, chip) {
+function chart(rows, chip, width) {
+  const narrow = width < 640;
   const shown = KINDS.filter(([kind]) => rows.some((row) => row[kind]));
   const tall = 15 * Math.max(1, shown.length) + 14;
-  const width = 900;
-  const left = 150;
-  const right = 150;
+  const left = narrow ? 118 : 160;
+  const right = narrow ? 84 : 150;
   const height = rows.length * tall + 34;
   const values = rows.flatMap((row) => shown.map(([kind]) => row[kind]?.flops).filter(Boolean));
   const low = 10 ** Math.floor(Math.log10(Math.min(...values, 1e12)));
   const high = 10 ** Math.ceil(Math.log10(Math.max(...values, 1e12)));
   const x = logScale(low, high, left, width - right);
   const node = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Rates of the ladder's steps on ${chip}, logarithmic; the table below has the figures` });
-  for (const tick of decades(low, high)) {
+  const every = Math.ceil(84 / ((width - left - right) / Math.log10(high / low)));
+  for (const tick of decades(low, high).filter((_, at) => at % every === 0)) {
     node.append(s("line", { class: "grid-line", x1: x(tick), x2: x(tick), y1: 0, y2: height - 28 }),
       s("text", { x: x(tick), y: height - 10, "text-anchor": "middle" }, words(flops(tick))));
   }
@@ -60,7 +64,7 @@ function chart(rows, chip) {
       const figure = row[kind];
       if (figure) {
         node.append(s("rect", { class: `fill-${kind}`, x: left, y, width: Math.max(1, x(figure.flops) - left), height: 12, rx: 2 }),
-          s("text", { x: x(figure.flops) + 6, y: y + 10 }, `${words(flops(figure.flops))} · ${words(seconds(figure.seconds))}`));
+          s("text", { x: x(figure.flops) + 6, y: y + 10 }, narrow ? words(flops(figure.flops)) : `${words(flops(figure.flops))} · ${words(seconds(figure.seconds))}`));
       }
     });
   });
@@ -83,12 +87,14 @@ function drawing({ rows, file, model }, chip, body) {
     rows.forEach((row, at) => cells[at].push(compared === "measured" ? off(row.predicted?.seconds, row.measured?.seconds) : off(row.alone_seconds, row.published?.seconds)));
   }
   const any = rows.some((row) => row.measured || row.predicted || row.published);
+  const board = h("div");
+  const width = fitted(board, () => fill(board, chart(rows, chip, width())));
   fill(body,
-    h("div", { class: "panel wide" }, any ? chart(rows, chip) : note("No figure of this chip is here.")),
+    h("div", { class: "panel wide" }, any ? board : note("No figure of this chip is here.")),
     h("div", { class: "panel wide" }, table(`The ladder on ${chip}`, heads, cells, [3, 4, 5, 6, 7, 8, 9, 10, 11, 12])),
     panel("Measured", file
-      ? note(`On ${file.machine.device ?? file.machine.name}, ${file.date.slice(0, 10)}, by ${file.command}; commit ${file.commit.slice(0, 12)}. Medians; × cuBLAS is the ratio in the same run, above 1 is faster. Steps 1 and 2 at their own small sizes.`)
-      : note(chip === "b200" ? "Never: the project has no B200. What stands here is predicted by a model, or published by others." : "No results file of this chip is packaged with this service.")),
+      ? note(`On ${file.machine.name === "here" ? "this service's own device, " : ""}${file.machine.device ?? file.machine.name}, ${file.date.slice(0, 10)}, by ${file.command}; commit ${file.commit.slice(0, 12)}. Medians; × cuBLAS is the ratio in the same run, above 1 is faster. Steps 1 and 2 at their own small sizes.`)
+      : note(chip === "b200" ? "Never: the project has no B200. What stands here is predicted by a model, or published by others." : "No results file of this chip is packaged with this service; python -m kernels ladder measures where one is.")),
     model?.published?.length ? panel("Published", note(model.published_source), note("They run one CTA an SM; ours put as many there as fit, which hides latency at Steps 4 to 7. The column for one CTA an SM is the one to compare.")) : null,
     h("div", { class: "panel wide" }, h("h3", {}, "Predicted"), note("By the discrete-event model of the engines that also plays the choreography; none of its parameters is fitted to a step. It doesn't know the power cap. Steps 1 and 2, which compute one tile, are not modelled."),
       model ? table("Parameters of the model", ["parameter", "value", "source"], model.parameters.map((p) => [p.name, p.value, p.source])) : null));
@@ -97,6 +103,8 @@ function drawing({ rows, file, model }, chip, body) {
 export function view(root) {
   const body = h("div", { class: "grid two" });
   let chip = "b200";
+  let chosen = false;
+  const choice = select("chip", CHIPS, chip, (value) => { chip = value; chosen = true; draw(); });
   async function draw() {
     try {
       const document_ = await ladder();
@@ -111,6 +119,16 @@ export function view(root) {
   }
   root.append(
     h("p", { class: "lead" }, "Nine steps from one tile to the product, one idea each. Measured, predicted and published figures have a colour each and are never mixed."),
-    h("div", { class: "controls" }, select("chip", CHIPS, chip, (value) => { chip = value; draw(); })), body);
-  return { enter: draw };
+    h("div", { class: "controls" }, choice), body);
+  return {
+    enter: draw,
+    update({ workers }) {
+      // the device at hand first, where it has a ladder
+      const own = CHIPS_OF[workers.find((each) => each.device)?.device.arch];
+      if (chosen || !own || own === chip) return;
+      chip = choice.querySelector("select").value = own;
+      chosen = true;
+      if (!root.hidden) draw();
+    },
+  };
 }

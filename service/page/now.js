@@ -58,6 +58,28 @@ function batchBars(sizes) {
 
 const spread = (t) => (t && t.mean !== null ? `median ${words(seconds(t.p50))} · p99 ${words(seconds(t.p99))}` : "nothing in the last seconds");
 
+/** All GPUs as one figure: the mean of those that can be read, and what is to be said of it. */
+export function tensorCores(tensor) {
+  const read = tensor.filter((each) => each.active !== null);
+  if (!read.length) return { shown: ["not readable here", ""], active: undefined, under: tensor[0]?.detail ?? "no worker is there" };
+  const active = read.reduce((sum, each) => sum + each.active, 0) / read.length;
+  const clock = read[0].sm_clock_mhz;
+  const from = `read from the hardware (${read[0].source})`;
+  const under = tensor.length === 1 ? from + (clock ? ` at ${digits(clock)} MHz` : "")
+    : `mean of ${read.length} GPUs, ${from}` + (read.length < tensor.length ? `; ${tensor.length - read.length} not readable` : "");
+  return { shown: percent(active), active, under };
+}
+
+/** A row of the table of workers: state, device, what was read of it, and the estimate beside it. */
+function workerRow(w, d) {
+  const read = d.tensor.find((each) => each.worker === w.index);
+  const ratio = d.flops_ratio?.[w.index];
+  return [String(w.index), h("span", { class: `state ${w.state}` }, w.state + (w.detail ? `: ${w.detail}` : "")), w.device?.name ?? NONE,
+    read && read.active !== null ? words(percent(read.active)) : h("span", { title: read?.detail }, "not readable"),
+    read?.sm_clock_mhz ? `${digits(read.sm_clock_mhz)} MHz` : NONE,
+    ratio === undefined ? NONE : words(percent(ratio)), w.pid ? String(w.pid) : NONE];
+}
+
 export function view(root) {
   const figures = {
     flops: figure("Arithmetic done", "flops"),
@@ -80,8 +102,8 @@ export function view(root) {
       panel("Where a request's time goes", stages),
       panel("Batches", sizes),
       panel("Memory", memory),
-      panel("Workers", workers),
-      panel("Quarantined variants", barred),
+      h("div", { class: "panel wide" }, h("h3", {}, "Workers"), workers),
+      h("div", { class: "panel wide two-thirds" }, h("h3", {}, "Quarantined variants"), barred),
       panel("Refused", refused)));
   let shown = {};
   const once = (name, value, draw) => {
@@ -92,11 +114,9 @@ export function view(root) {
   return {
     update(d) {
       figures.flops.set(flops(d.flops_per_second), d.flops_per_second, d.flops_per_second === null ? "two samples are needed" : `kernels ran ${words(percent(d.kernel_busy))} of the time, by the service's clock`);
-      const read = d.tensor.find((each) => each.active !== null);
-      const why = d.tensor[0]?.detail ?? "no worker is there";
-      figures.tensor.set(read ? percent(read.active) : ["not readable here", ""], read?.active,
-        read ? `read from the hardware (${read.source})${read.sm_clock_mhz ? ` at ${digits(read.sm_clock_mhz)} MHz` : ""}` : why);
-      figures.tensor.node.classList.toggle("absent", !read);
+      const busy = tensorCores(d.tensor);
+      figures.tensor.set(busy.shown, busy.active, busy.under);
+      figures.tensor.node.classList.toggle("absent", busy.active === undefined);
       figures.requests.set([count(d.gemms_per_second), d.gemms_per_second === null ? "" : "/s"], d.gemms_per_second, d.requests_per_second === null ? "" : `${count(d.requests_per_second)} requests a second of every kind`);
       figures.wait.set(seconds(d.wait?.mean), d.wait?.mean, `${count(d.queue.depth)} waiting · ${spread(d.wait)}`);
       figures.kernel.set(seconds(d.kernel?.mean), d.kernel?.mean, spread(d.kernel));
@@ -115,8 +135,8 @@ export function view(root) {
           return [h("h4", {}, `Store, ${tier}${limit ? ` (limit ${words(bytes(limit))})` : ""}`),
             stacked([["held", size, "a-tensor"], ...(limit ? [["room", Math.max(0, limit - size), "free"]] : [])], limit || size, (x) => words(bytes(x)))];
         })));
-      once("workers", d.workers, () => fill(workers, table("Workers", ["worker", "state", "device", "pid"], d.workers.map((w) =>
-        [String(w.index), h("span", { class: `state ${w.state}` }, w.state + (w.detail ? `: ${w.detail}` : "")), w.device?.name ?? NONE, w.pid ? String(w.pid) : NONE]), [3])));
+      once("workers", [d.workers, d.tensor, d.flops_ratio], () => fill(workers, table("Workers",
+        ["worker", "state", "device", "tensor cores busy (read)", "SM clock", "of the datasheet's FLOPs (estimate)", "pid"], d.workers.map((w) => workerRow(w, d)), [3, 4, 5, 6])));
       once("barred", d.quarantined, () => {
         const rows = Object.entries(d.quarantined);
         fill(barred, rows.length ? table("Quarantined variants", ["variant", "because"], rows) : note("None: every variant that this device has may run."));

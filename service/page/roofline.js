@@ -1,12 +1,10 @@
 // Roofline: receives a device's roofs and the last batches, hands on a chart of FLOP/s over FLOP per byte.
 
 import { CHIPS_OF, intensity } from "./roofs.js";
-import { decades, digits, fill, flops, h, logScale, note, panel, rate, s, select, table, words } from "./dom.js";
+import { decades, digits, fill, fitted, flops, h, logScale, note, panel, rate, s, select, table, words } from "./dom.js";
 import { ladder, shape, steps } from "./ladder.js";
 
-const WIDTH = 1000;
-const HEIGHT = 520;
-const BOX = { left: 84, right: 24, top: 18, bottom: 52 };
+const BOX = { left: 92, right: 16, top: 18, bottom: 52 };
 
 export function view(root) {
   let where = "here";
@@ -15,6 +13,7 @@ export function view(root) {
   let known = null;
   let drawn = "";
   const board = h("div");
+  const width = fitted(board, () => { drawn = ""; draw(); });
   const points = h("div");
   const about = h("div");
 
@@ -62,10 +61,14 @@ export function view(root) {
   }
 
   function chart(d, peaks, recent, paths) {
+    const WIDTH = width();
+    const HEIGHT = Math.round(Math.max(320, Math.min(560, WIDTH * 0.55)));
+    const narrow = WIDTH < 560;
     const xs = [1, ...recent.map((p) => p.flops / p.bytes), ...paths.flatMap((path) => path.stops.map((stop) => stop.x))];
     const top = Math.max(...peaks.map(([, peak]) => peak), ...recent.map((p) => p.flops / p.seconds));
-    const ys = [top / 1e4, ...recent.map((p) => p.flops / p.seconds), ...paths.flatMap((path) => path.stops.map((stop) => stop.y))];
-    const low = 10 ** Math.floor(Math.log10(Math.min(...xs)));
+    const ys = [top / 1e3, ...recent.map((p) => p.flops / p.seconds), ...paths.flatMap((path) => path.stops.map((stop) => stop.y))];
+    const ridgeOf = Math.min(...peaks.map(([, peak]) => peak)) / d.bandwidth;
+    const low = 10 ** Math.floor(Math.log10(Math.min(...xs, ridgeOf / 4))); // the slope must be seen
     const high = 10 ** Math.ceil(Math.log10(Math.max(...xs, (4 * top) / d.bandwidth, 1000)));
     const bottom = 10 ** Math.floor(Math.log10(Math.min(...ys)));
     const ceiling = 10 ** Math.ceil(Math.log10(top * 1.05));
@@ -73,7 +76,8 @@ export function view(root) {
     const y = logScale(bottom, ceiling, HEIGHT - BOX.bottom, BOX.top);
     const clip = (value) => Math.max(bottom, value);
     const node = s("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `Roofline of ${d.name}; the tables below have the figures` });
-    for (const tick of decades(low, high)) {
+    const every = Math.ceil(56 / ((x(high) - x(low)) / Math.log10(high / low)));
+    for (const tick of decades(low, high).filter((_, at) => at % every === 0)) {
       node.append(s("line", { class: "grid-line", x1: x(tick), x2: x(tick), y1: BOX.top, y2: HEIGHT - BOX.bottom }), s("text", { x: x(tick), y: HEIGHT - 30, "text-anchor": "middle" }, tick.toLocaleString("en")));
     }
     for (const tick of decades(bottom, ceiling)) {
@@ -89,9 +93,10 @@ export function view(root) {
     for (const [peak, name] of unlike) {
       const mine = peak === d.peak_flops[dtype];
       const all = peaks.filter(([, other]) => other === peak).map(([each]) => each).join(", ");
+      const said = mine || !narrow;
       if (mine) node.append(s("polygon", { class: "under", points: `${line(peak).join(" ")} ${x(high)},${y(bottom)} ${x(Math.max(low, bottom / d.bandwidth))},${y(bottom)}` }));
       node.append(s("polyline", { class: mine ? "roof" : "roof other", points: line(peak).join(" "), "data-dtype": name }),
-        s("text", { class: mine ? "strong" : "", x: WIDTH - BOX.right - 4, y: y(peak) - 6, "text-anchor": "end" }, `${all}: ${words(flops(peak))}`));
+        !said ? "" : s("text", { class: mine ? "strong" : "", x: WIDTH - BOX.right - 4, y: y(peak) - 6, "text-anchor": "end" }, `${narrow ? all.split(", ")[0] : all}: ${words(flops(peak))}`));
     }
     const chipOf = where === "here" ? CHIPS_OF[d.arch] : where;
     const wide = paths.length ? known.predicted.chips[chipOf].l2_bandwidth : 0;
@@ -100,11 +105,18 @@ export function view(root) {
       const from = Math.max(low, bottom / wide);
       const to = Math.min(high, d.peak_flops.fp16 / wide);
       node.append(s("polyline", { class: "roof other", id: "l2-roof", points: `${x(from)},${y(from * wide)} ${x(to)},${y(to * wide)}` }),
-        s("text", { x: x(to) - 8, y: y(to * wide) + 1, "text-anchor": "end" }, `L2 to SMs ${words(rate(wide))}`));
+        narrow ? "" : s("text", { x: x(to) - 8, y: y(to * wide) + 1, "text-anchor": "end" }, `L2 to SMs ${words(rate(wide))}`));
     }
-    const slope = Math.max(low, bottom / d.bandwidth) * 4;
+    // on the visible slope of memory's roof, which ends at the highlighted roof's ridge
+    const foot = Math.max(low, bottom / d.bandwidth);
+    const ridge = d.peak_flops[dtype] / d.bandwidth;
+    const slope = Math.sqrt(foot * Math.max(ridge, foot));
     const angle = (Math.atan2(y(slope * d.bandwidth) - y(slope * 10 * d.bandwidth), x(slope * 10) - x(slope)) * -180) / Math.PI;
-    node.append(s("text", { class: "strong", x: x(slope), y: y(slope * d.bandwidth) - 8, transform: `rotate(${angle.toFixed(1)} ${x(slope).toFixed(1)} ${y(slope * d.bandwidth).toFixed(1)})` }, `memory ${words(rate(d.bandwidth))}`));
+    const told = `memory ${words(rate(d.bandwidth))}`;
+    const along = Math.hypot(x(ridge) - x(foot), y(foot * d.bandwidth) - y(ridge * d.bandwidth)) > 8 * told.length;
+    node.append(along
+      ? s("text", { class: "strong", id: "memory-roof", "text-anchor": "middle", x: x(slope), y: y(slope * d.bandwidth) - 8, transform: `rotate(${angle.toFixed(1)} ${x(slope).toFixed(1)} ${y(slope * d.bandwidth).toFixed(1)})` }, told)
+      : s("text", { class: "strong", id: "memory-roof", x: x(foot) + 6, y: y(ridge * d.bandwidth) - 22 }, told));
     for (const path of paths) {
       node.append(s("polyline", { class: `path ${path.kind}`, points: path.stops.map((stop) => `${x(stop.x)},${y(stop.y)}`).join(" ") }));
       let before = { x: Infinity, y: Infinity };
@@ -114,7 +126,7 @@ export function view(root) {
         before = { x: x(stop.x), y: y(stop.y) };
         node.append(s("g", {}, s("title", {}, `Step ${stop.step} ${stop.title}, ${path.kind}: ${words(flops(stop.y))} at ${digits(stop.x)} FLOP/B`),
           s("circle", { class: `stop ${path.kind}`, cx: x(stop.x), cy: y(stop.y), r: 5 }),
-          path.kind === "published" ? "" : s("text", { x: x(stop.x) + (path.kind === "measured" ? -aside : aside), y: y(stop.y) + 4, "text-anchor": path.kind === "measured" ? "end" : "start" }, String(stop.step))));
+          path.kind === "published" || (narrow && path.kind !== "measured") ? "" : s("text", { x: x(stop.x) + (path.kind === "measured" ? -aside : aside), y: y(stop.y) + 4, "text-anchor": path.kind === "measured" ? "end" : "start" }, String(stop.step))));
       }
     }
     recent.forEach((p, at) => {

@@ -182,11 +182,14 @@ class StandIn(cuda.CudaDriver):
         self._report()
 
     def _open(self) -> None:
-        cuda.runtime = lambda index: Runtime()  # type: ignore[assignment,return-value]
+        cuda.runtime = lambda index: self._made()  # type: ignore[assignment,return-value]
         stand_in = Ipc()
         for name in ("allocate", "free", "export"):
             setattr(ipc, name, getattr(stand_in, name))
         super()._open()
+
+    def _made(self) -> Runtime:
+        return Runtime()
 
     def close(self) -> None:
         self._probe = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
