@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 #: code → (HTTP status, title). Codes are stable: clients may switch on them.
@@ -87,3 +89,13 @@ class ServiceError(Exception):
     def body(self, request_id: str = "") -> bytes:
         """The document as bytes of application/problem+json."""
         return json.dumps(self.problem(request_id)).encode()
+
+
+@contextmanager
+def at_stage(stage: str) -> Iterator[None]:
+    """Refusals from within the block were made at this stage of a product, unless they know better."""
+    try:
+        yield
+    except ServiceError as refusal:
+        refusal.stage = refusal.stage or stage
+        raise

@@ -20,7 +20,7 @@ import msgspec
 
 from service import logs
 from service.decode import Operands
-from service.errors import ServiceError
+from service.errors import ServiceError, at_stage
 from service.formats.raw import emit_shape
 from service.gate import translate
 from service.keys import ANONYMOUS, Principal
@@ -301,7 +301,7 @@ class Session:
         request_id = message.request_id[:128] or logs.new_id()
         trace = logs.Trace.take(None)
         token = logs.bind(request_id, trace)
-        status, refused = _CLIENT_LEFT, "client_gone"
+        status, refused, stage = _CLIENT_LEFT, "client_gone", ""
         keys = self._services.keys
         try:
             principal = self._who()
@@ -316,7 +316,7 @@ class Session:
                 status, refused = 200, ""
         except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
             problem = self._refuse(message.id, error, request_id)
-            status, refused = problem.status, problem.code
+            status, refused, stage = problem.status, problem.code, problem.stage
         finally:
             seconds = time.perf_counter() - started
             self._services.metrics.request(ROUTE, status, seconds)
@@ -327,6 +327,7 @@ class Session:
                 tell = self._services.tracer.request
                 tell(ROUTE, trace, seconds, stages, {"gemm.status": status}, failed=status >= 500)
             told = {"refused": refused} if refused else {}
+            told |= {"stage": stage} if stage else {}
             took = {f"{stage}_seconds": round(took, 6) for stage, took in stages.items()}
             _log.info("request", route=ROUTE, code=status, seconds=round(seconds, 6), **told, **took)
             logs.unbind(token)
@@ -338,7 +339,8 @@ class Session:
         services = self._services
         operands = Operands(services, principal.owner, time.monotonic())
         try:
-            request = await bind(operands, message, regions)
+            with at_stage("decode"):
+                request = await bind(operands, message, regions)
             work = work_of(services, request, principal)
         except BaseException:
             operands.release()

@@ -13,7 +13,7 @@ from service import logs, reply
 from service.arena import Slot
 from service.batch import DEFAULT_PRIORITY, Work
 from service.decode import GemmRequest, decode
-from service.errors import ServiceError
+from service.errors import ServiceError, at_stage
 from service.keys import Principal
 from service.model import GemmBody, GemmQuery
 from service.routes.plain import PlainRoute, plain
@@ -87,7 +87,8 @@ async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
     stages: dict[str, float] = state["stages"]
     started = time.perf_counter()
     transfer = Transfer.of(scope, receive, send)
-    request = await decode(transfer, scope, services, state["principal"])
+    with at_stage("decode"):
+        request = await decode(transfer, scope, services, state["principal"])
     try:
         form = reply.reply_form(transfer, request)
         work = work_of(services, request, state["principal"])

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from service.decode import QUESTION_BYTES, Operands
-from service.errors import ServiceError
+from service.errors import ServiceError, at_stage
 from service.formats import numbers
 from service.inference import cuda_memory, registration, reply, system_memory
 from service.inference.compute import compute
@@ -105,7 +105,8 @@ async def _answer(services: Services, model: Model, transfer: Transfer) -> Times
     started = time.perf_counter()
     operands = Operands(services, principal.owner, time.monotonic())
     try:
-        inference, request = await decode(transfer, operands, services.inference.regions, model)
+        with at_stage("decode"):
+            inference, request = await decode(transfer, operands, services.inference.regions, model)
     except BaseException:
         operands.release()
         raise

@@ -40,8 +40,13 @@ async def test_the_log_tells_the_stage_that_refused(tmp_path: Path, caplog: pyte
         site.computer.submit = full  # type: ignore[method-assign, assignment]
         caplog.set_level("INFO", "gemm.gate")
         assert (await site.ann.post("/gemm", json=PRODUCT)).status_code == 429
-    (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "gemm.gate"]
-    assert (fields["refused"], fields["stage"]) == ("queue_full", "admit")
+        assert (await site.ann.post("/gemm", json={})).status_code == 422
+        assert (await site.ann.post("/v2/models/gemm/infer", json={})).status_code == 400
+        assert (await site.ann.get("/nowhere")).status_code == 404
+    told = [vars(record)["fields"] for record in caplog.records if record.name == "gemm.gate"]
+    assert [(fields["refused"], fields.get("stage")) for fields in told] == [
+        *[("queue_full", "admit"), ("invalid", "decode"), ("invalid", "decode"), ("not_found", None)]
+    ]
 
 
 @pytest.mark.parametrize(("scopes", "status"), [({"gemm", "jobs"}, 403), ({"gemm", "jobs", "tensors"}, 200)])
