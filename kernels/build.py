@@ -3,8 +3,9 @@
 Needs no GPU. Each library is compiled in a subprocess of its own (the compiler holds the GIL, so threads gain
 nothing, and its architecture is a process-wide setting). The cache key of a module is a hash over its source,
 every file of this package that it imports, directly or not, and the compiler's version; a module whose key is
-in the manifest is neither imported nor compiled. Several builds may run at once: a lock file a library, and
-files appear by atomic rename.
+in the manifest is neither imported nor compiled. The command holds the machine code of every library against the
+gates (gates.py), once: what breaks one is kept out of the manifest, and the build fails. Several builds may run
+at once: a lock file a library, and files appear by atomic rename.
 
     python -m kernels build --arch sm_90a [--only 'step9*'] [--jobs 2] [--root DIR]
 """
@@ -26,13 +27,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.gates import check, code_in
 from kernels.libraries import MANIFEST, RUNTIME, default_root, read_json
 from kernels.targets import Function
 
@@ -241,10 +243,37 @@ def _list(folder: _Folder, module: str, key: str) -> list[_Task]:
     return [_Task(module, key, library, tuple(names)) for library, names in listed.items()]
 
 
-def _build_one(folder: _Folder, task: _Task) -> Built:
+def _hold(arch: str, place: Path, facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise BuildError where the machine code of a library's functions breaks a gate."""
+    failed = []
+    for each in facts:
+        name = each["name"]
+        broken = check(arch, code_in(place, name, each["smem_bytes"], each["threads"]))
+        failed += [f"{name}: {text}" for text in broken]
+    if failed:
+        raise BuildError("\n".join(["machine code that breaks a gate:", *failed]))
+
+
+def _hold_built(folder: _Folder, task: _Task) -> None:
+    """The same for a library that an earlier build has left without looking."""
+    entry = folder.entry(task.module, task.key)
+    built = entry["libraries"][task.library] if entry else {"held": True}
+    if built.get("held"):
+        return
+    _hold(folder.arch, folder.path / built["folder"], built["functions"])
+
+    def put(data: dict[str, Any]) -> None:
+        data["modules"][task.module]["libraries"][task.library]["held"] = True
+
+    folder.update(put)
+
+
+def _build_one(folder: _Folder, task: _Task, gated: bool) -> Built:
     started = time.perf_counter()
     with folder.locked(task.library):
         if folder.has(task):
+            if gated:
+                _hold_built(folder, task)
             return Built(task.library, task.functions, True, 0.0)
         made = Path(tempfile.mkdtemp(dir=folder.path, prefix=f"new-{task.library}-"))
         try:
@@ -253,6 +282,8 @@ def _build_one(folder: _Folder, task: _Task) -> Built:
             _subprocess(folder.arch, dump, "library", task.module, task.library, str(made))
             shutil.rmtree(dump)
             facts = json.loads((made / "facts.json").read_text())
+            if gated:
+                _hold(folder.arch, made, facts)
             final = folder.path / f"{task.library}-{task.key[:12]}"
             shutil.rmtree(final, ignore_errors=True)  # a broken one: has() said that it isn't usable
             _private(made)
@@ -263,6 +294,7 @@ def _build_one(folder: _Folder, task: _Task) -> Built:
             "folder": final.name,
             "bytes": (final / f"{task.library}.so").stat().st_size,
             "functions": facts,
+            "held": gated,
         }
 
         def put(data: dict[str, Any]) -> None:
@@ -298,11 +330,13 @@ def build(
     root: Path | None = None,
     jobs: int | None = None,
     modules: Sequence[str] | None = None,
+    gated: bool = False,
     report: Callable[[Built, int, int], None] | None = None,
 ) -> list[Built]:
     """Have every library of `arch` that matches `only` built; returns them all, compiled now or cached.
 
-    `only` is a pattern over module, library and function names. `report(built, done, total)` is called as
+    `only` is a pattern over module, library and function names. `gated`: hold the machine code against gates.py.
+    `report(built, done, total)` is called as
     each is there. Raises BuildError for those that failed, after the others are done.
     """
     root = root or default_root()
@@ -318,11 +352,11 @@ def build(
         tasks = [task for tasks in listed for task in tasks if _wanted(task, only)]
         if not tasks:
             raise BuildError(f"nothing of {arch} matches {only!r}")
-        futures = [pool.submit(_build_one, folder, task) for task in tasks]
+        futures = [pool.submit(_build_one, folder, task, gated) for task in tasks]
         for done, future in enumerate(as_completed(futures), 1):
             try:
                 outcomes.append(future.result())
-            except BuildError as error:
+            except (BuildError, FileNotFoundError) as error:  # or a tool that the gates need is missing
                 failures.append(str(error))
                 continue
             if report:
@@ -352,6 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--root", type=Path, help="folder of compiled kernels (default: $GEMM_KERNELS or .kernels)"
     )
     parser.add_argument("--jobs", type=int, help="subprocesses at once (default: one a core)")
+    parser.add_argument("--no-gates", action="store_true", help="don't look at the machine code")
     options = parser.parse_args(argv)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -364,7 +399,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         try:
             outcomes = build(
-                options.arch, only=options.only, root=options.root, jobs=options.jobs, report=report
+                options.arch,
+                only=options.only,
+                root=options.root,
+                jobs=options.jobs,
+                gated=not options.no_gates,
+                report=report,
             )
         except BuildError as error:
             progress.stop()

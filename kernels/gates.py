@@ -1,7 +1,8 @@
 """Machine-code gates: receives compiled functions, hands on what their code lacks, or has and shouldn't.
 
 A table says which mnemonics and resources each step and variant must show. What the source says isn't enough:
-ptxas may spill, drop a register reallocation or fall back to plain loads, and nothing else would tell.
+ptxas may spill, drop a register reallocation or fall back to plain loads, and nothing else would tell. The build holds
+all that it compiles against the same table, and fails where a gate is broken.
 
     python -m kernels.gates --arch sm_90a [--only 'step9*'] [--root DIR]
 """
@@ -115,6 +116,7 @@ GATES: tuple[Gate, ...] = (
     Gate("sm_90a", "step9_*", required=("USETMAXREG*",), rule=_roles_fit, because=ROLES, when=_crowded),
     Gate("sm_90a", "step9_*", required=("UTMALDG.*MULTICAST*", "UCGABAR*"), when=_shares),
     Gate("sm_90a", "step9_*", forbidden=("UTMALDG.*MULTICAST*",), when=lambda c: not _shares(c)),
+    Gate("sm_90a", "step9_*_split2_*", required=("STAS*",)),  # halves go to the peer without a detour
     # Blackwell
     Gate("sm_10*", "step[1-9]_*", required=("UTC*MMA*", "LDTM*")),
     Gate(
@@ -136,7 +138,12 @@ GATES: tuple[Gate, ...] = (
 def code_of(libraries: Libraries, name: str) -> Code:
     """What a built function's PTX, machine code and manifest say."""
     info = libraries.info(name)
-    cubin = libraries.path(name, "cubin")
+    return code_in(libraries.path(name, "cubin").parent, name, info.smem_bytes, info.threads)
+
+
+def code_in(folder: Path, name: str, smem: int, threads: int) -> Code:
+    """The same of a function whose PTX and cubin lie in a folder."""
+    cubin = folder / f"{name}.cubin"
     text = sass(cubin)
     used = usage(cubin)
     return Code(
@@ -144,10 +151,10 @@ def code_of(libraries: Libraries, name: str) -> Code:
         mnemonics=frozenset(mnemonics(text)),
         registers=max(u.registers for u in used),
         stack=max(max(u.stack, u.local) for u in used),
-        smem=info.smem_bytes,
-        threads=info.threads,
+        smem=smem,
+        threads=threads,
         roles=tuple(sorted({int(value, 0) for value in _SETMAXREG.findall(text)})),
-        tmem=tmem_columns(libraries.path(name, "ptx").read_text()),
+        tmem=tmem_columns((folder / f"{name}.ptx").read_text()),
     )
 
 

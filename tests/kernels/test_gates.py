@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.build import build
+from kernels.build import BuildError, build
 from kernels.gates import GATES, ROLES, Code, Gate, check, code_of, main, tmem_columns
 from kernels.libraries import Libraries
 from kernels.machine_code import entries, mnemonics
@@ -104,6 +104,29 @@ def test_spilling_code_is_refused(tmp_path: Path) -> None:
     assert any(text.startswith("has STL") for text in failed)
     assert any(text.startswith("has LDL") for text in failed)
     assert main(["--arch", "sm_90a", "--root", str(tmp_path)]) == 1
+
+
+@pytest.mark.ci
+def test_a_build_that_breaks_a_gate_fails_now_and_when_it_is_asked_again(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    modules = ["tests.kernels.samples.spill"]
+    for _ in range(2):
+        with pytest.raises(BuildError, match=r"breaks a gate:\nspill: "):
+            build("sm_90a", modules=modules, root=tmp_path, gated=True)
+        assert not Libraries("sm_90a", tmp_path).manifest.functions
+    build("sm_90a", modules=modules, root=tmp_path)  # without looking
+    with pytest.raises(BuildError, match="uses a stack"):
+        build("sm_90a", modules=modules, root=tmp_path, gated=True)
+
+
+@pytest.mark.ci
+def test_a_sound_build_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    modules = ["tests.kernels.samples.add"]
+    build("sm_90a", modules=modules, root=tmp_path)
+    build("sm_90a", modules=modules, root=tmp_path, gated=True)
+    monkeypatch.setattr("kernels.build.code_in", None)
+    assert all(each.cached for each in build("sm_90a", modules=modules, root=tmp_path, gated=True))
 
 
 @pytest.fixture(scope="module")
