@@ -176,3 +176,39 @@ def test_imports_are_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"numpy", "torch", "fastapi", "httpx", "rich"} & set(modules)
+
+
+def test_store_and_journal_go_together() -> None:
+    shared = {"GEMM_STORE": "s3://bucket/prefix", "GEMM_JOURNAL": "postgresql://host/database"}
+    assert load(environ=shared).store == "s3://bucket/prefix"
+    for name, other in (("STORE", "journal"), ("JOURNAL", "store")):
+        message = complaint(environ={f"GEMM_{name}": shared[f"GEMM_{name}"]})
+        assert message.startswith(
+            f"{name.lower()} from the environment variable GEMM_{name}: goes with {other}"
+        )
+
+
+@pytest.mark.parametrize("store", ["bucket/prefix", "gs://bucket", "s3://", "file://", "file://relative"])
+def test_stores_refused(store: str) -> None:
+    environ = {"GEMM_STORE": store, "GEMM_JOURNAL": "postgresql://host/database"}
+    assert complaint(environ=environ).startswith(
+        f"store = {store!r} from the environment variable GEMM_STORE: "
+    )
+
+
+def test_a_password_is_not_repeated() -> None:
+    environ = {"GEMM_STORE": "s3://bucket", "GEMM_JOURNAL": "mysql://user:pass-word@host/database"}
+    assert "pass-word" not in complaint(environ=environ)
+    settings = load(environ=environ | {"GEMM_JOURNAL": "postgresql://user:pass-word@host/database"})
+    assert "pass-word" not in repr(settings)
+
+
+def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from service import app
+
+    for name in ("service.postgres", "service.store.cluster", "service.store.objects"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    settings = load(environ={"GEMM_STORE": "s3://bucket", "GEMM_JOURNAL": "postgresql://host/database"})
+    with pytest.raises(SettingsError, match=r"pip install 'gemm-service\[cluster\]'"):
+        app.store_of(settings, None, lambda *tensors: None)  # type: ignore[arg-type]
