@@ -156,7 +156,7 @@ def test_every_panel_has_data_from_a_real_service(service: Service, tmp_path: Pa
         assert float(asked(client, "sum(gemm_tensor_probe_up)")[0]["value"][1]) == 0
         groups = client.get("/api/v1/rules").json()["data"]["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
-        assert len(rules) == 16
+        assert len(rules) == 17
         assert {rule["health"] for rule in rules} == {"ok"}, rules
         for rule in rules:
             if rule["type"] == "recording":
