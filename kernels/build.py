@@ -257,8 +257,8 @@ def _hold(arch: str, place: Path, facts: Sequence[Mapping[str, Any]]) -> None:
 def _hold_built(folder: _Folder, task: _Task) -> None:
     """The same for a library that an earlier build has left without looking."""
     entry = folder.entry(task.module, task.key)
-    built = entry["libraries"][task.library] if entry else {"held": True}
-    if built.get("held"):
+    built: dict[str, Any] | None = entry["libraries"].get(task.library) if entry else None
+    if built is None or built.get("held"):
         return
     _hold(folder.arch, folder.path / built["folder"], built["functions"])
 
