@@ -478,10 +478,9 @@ class CudaDriver:
 
     def ask(self, what: str, args: dict[str, Any]) -> Any:
         """ "variants", "choose", what concerns memory of clients, and a model's "predict" and "trace"."""
-        if what == "predict":
-            return {**predict.answer(what, args), "here": climb.kept(self.device.key)}
-        if what == "trace":
-            return predict.answer(what, args)
+        if what in ("predict", "trace"):
+            measured = {"here": climb.kept(self.device.key)} if what == "predict" else {}
+            return predict.answer(what, args) | measured
         if what == "variants":
             barred = self._runtime.barred
             return {

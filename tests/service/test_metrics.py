@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -74,3 +75,28 @@ def test_what_nobody_keeps_is_no_exemplar(traceparent: str | None) -> None:
     if token:
         logs.unbind(token)
     assert exemplars(metrics, "gemm_stage_seconds") == {}
+
+
+def test_every_metric_is_described_in_one_place() -> None:
+    """deploy/prometheus/METRICS.md: a row each, with its labels, and no row of what isn't there."""
+    from service.app import build
+    from service.settings import Settings
+
+    text = (Path(__file__).parents[2] / "deploy" / "prometheus" / "METRICS.md").read_text()
+    rows = dict(re.findall(r"^\| `(gemm_\w+)` \| ([\w, ]*?) ?\|", text, re.MULTILINE))
+    services = build(Settings(arena_bytes=1 << 20, store_memory_bytes=1 << 19, workers=1))
+    try:
+        registry = services.metrics.registry
+        known = {family.name for family in registry.collect() if family.name.startswith("gemm_")}
+        labels = {
+            name: collector._labelnames  # type: ignore[attr-defined]
+            for collector, names in registry._collector_to_names.items()
+            for name in names
+            if hasattr(collector, "_labelnames")
+        }
+    finally:
+        services.arena.close()
+    assert set(rows) == known
+    for name, told in rows.items():
+        if name in labels:
+            assert tuple(filter(None, told.split(", "))) == tuple(labels[name]), name

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.service.real import Service
+from tests.service import watched_gpu
+from tests.service.real import Service, raw, running
 
 pytestmark = pytest.mark.ci
 
@@ -26,7 +27,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
 #: On a CPU these are absent by design: nothing there counts tensor cores, or has an SM clock.
-ABSENT = ("gemm_tensor_active_ratio", "gemm_sm_clock_hertz")
+ABSENT = ("gemm_tensor_active_ratio", "gemm_sm_clock_hertz", "gemm_flops_ratio")
 
 
 def tool(name: str, *arguments: str) -> str:
@@ -49,6 +50,7 @@ def test_every_alert_tells_what_to_do() -> None:
         assert set(alert["annotations"]) == {"summary", "description", "runbook"}, alert["alert"]
         assert alert["annotations"]["runbook"].startswith("1. ")
         assert alert["labels"]["severity"] in ("page", "ticket")
+        assert alert["alert"] in (RULES / "tests.yml").read_text(), "no unit test"
 
 
 def test_the_dashboard_is_in_grafanas_schema() -> None:
@@ -110,7 +112,7 @@ def prometheus(folder: Path, *targets: str) -> Iterator[httpx.Client]:
     process = subprocess.Popen(
         [
             *(path, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"),
-            f"--web.listen-address=127.0.0.1:{port}",
+            *(f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage"),
         ],
         stdout=log,
         stderr=log,
@@ -163,6 +165,52 @@ def test_every_panel_has_data_from_a_real_service(service: Service, tmp_path: Pa
                 assert asked(client, rule["name"]), rule["name"]
             else:
                 assert rule["state"] == "inactive", rule["name"]
+
+
+def test_every_panel_has_data_where_gpus_are_read(tmp_path: Path) -> None:
+    """Stand-in GPUs by the real driver and probe: what a CPU leaves absent is there, and exemplars lead to traces."""
+    pytest.importorskip("torch")
+    flags = ("--device", "cuda", "--workers", "3", "--log-format", "json")
+    trace = "c" * 32
+    x = np.ones((64, 64), np.float16)
+    request = raw(x, x)
+    request["headers"]["traceparent"] = f"00-{trace}-{'b' * 16}-01"
+    with (
+        running(tmp_path / "data", *flags, environ=watched_gpu.environ(tmp_path / "gpu")) as service,
+        prometheus(tmp_path, service.ready(90).url.removeprefix("http://")) as client,
+    ):
+
+        def there() -> bool:
+            assert service.http.post("/gemm", **request).status_code == 200
+            time.sleep(0.1)
+            with contextlib.suppress(httpx.TransportError):
+                return bool(asked(client, "count_over_time(gemm_tensor_active_ratio{gpu='0'}[30s]) >= 6"))
+            return False
+
+        service.until(there, 60, "scraped")
+        for panel in DASHBOARD["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"].replace("$__rate_interval", "10s").replace("$instance", ".*")
+                assert asked(client, query), (panel["title"], query)
+        read = {
+            each["metric"]["gpu"]: float(each["value"][1])
+            for each in asked(client, "gemm_tensor_active_ratio")
+        }
+        assert read == {"0": pytest.approx(0.81), "1": pytest.approx(0.625)}
+        up = {each["metric"]["gpu"]: each["value"][1] for each in asked(client, "gemm_tensor_probe_up")}
+        assert up == {"0": "1", "1": "1", "2": "0"}
+        estimate = asked(client, "gemm_flops_ratio")
+        assert {each["metric"]["peak"] for each in estimate} == {"datasheet"}
+        assert len(estimate) == 3
+        query = {"query": "gemm_stage_seconds_bucket", "start": time.time() - 60, "end": time.time()}
+        found = client.get("/api/v1/query_exemplars", params=query).json()["data"]
+        stages = {
+            each["seriesLabels"]["stage"]
+            for each in found
+            if any(one["labels"]["trace_id"] == trace for one in each["exemplars"])
+        }
+        assert stages >= {"decode", "admit", "batch", "link", "copy_in", "kernel", "copy_out", "reply"}
+        assert any(f'"trace_id":"{trace}"' in line for line in service.lines)
 
 
 def test_every_metric_that_is_asked_for_exists() -> None:

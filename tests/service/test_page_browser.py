@@ -16,8 +16,9 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect
 
 from service import keys
+from tests.service import watched_gpu
 from tests.service.browser import chromium, opened, shot
-from tests.service.real import Service
+from tests.service.real import Service, running
 
 pytestmark = pytest.mark.ci
 
@@ -70,7 +71,7 @@ def seconds(x: float) -> str:
     return "0 ns"
 
 
-@pytest.mark.parametrize("width", [360, 1920])
+@pytest.mark.parametrize("width", [360, 768, 1920])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_each_view_is_accessible_and_fits(
@@ -138,6 +139,51 @@ def test_the_figures_are_those_of_the_api(browser: Browser, busy: Service) -> No
         expect(page.locator("[data-what=batch] .big")).to_have_text(re.compile("3.50"))
         expect(page.locator("#view-now")).to_contain_text("step9-128x256-2x1")
         expect(page.locator("#view-now")).to_contain_text("queue full")
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service on three stand-in GPUs, of which two can be read; it has found one variant wrong."""
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("gpus")
+    flags = ("--device", "cuda", "--workers", "3", "--log-level", "warning")
+    with running(folder / "data", *flags, environ=watched_gpu.environ(folder / "gpu")) as one:
+        one.ready(90)
+        one.until(lambda: one.metric("gemm_tensor_active_ratio", gpu="1") > 0, 30, "a reading")
+        for _ in range(6):
+            x = np.ones((256, 256), np.float16)
+            assert one.gemm(x, x).status_code == 200
+        yield one
+
+
+@pytest.mark.parametrize("width", [360, 768, 1920])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_read_of_several_gpus(browser: Browser, gpus: Service, scheme: str, width: int) -> None:
+    with opened(browser, gpus.url, width=width, scheme=scheme, reduced_motion="reduce") as page:
+        figure = page.locator("[data-what=tensor]")
+        expect(figure.locator(".big")).to_have_text("71.8 %")  # the mean of 81.0 and 62.5
+        expect(figure).to_contain_text("mean of 2 GPUs, read from the hardware (nvml_gpm); 1 not readable")
+        rows = page.locator("#view-now table", has_text="tensor cores busy").locator("tbody tr")
+        told = [row.locator("th, td").all_inner_texts() for row in rows.all()]
+        assert [(row[3], row[4]) for row in told] == [
+            ("81.0 %", "1,410 MHz"), ("62.5 %", "1,410 MHz"), ("not readable", "–"),
+        ]  # fmt: skip
+        assert all(row[5].endswith("%") for row in told)  # the estimate, in a column of its own
+        expect(page.locator("#view-now")).to_contain_text(watched_gpu.BARRED)
+        shot(page, f"gpus-{width}-{scheme}")
+        assert Axe().run(page).violations_count == 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # a card alone in its row looks forgotten
+        tops = page.locator("#view-now .figure").evaluate_all("all => all.map(e => e.offsetTop)")
+        assert len({tops.count(top) for top in tops}) == 1
+
+
+def test_a_gpus_own_ladder_comes_first(browser: Browser, gpus: Service) -> None:
+    with opened(browser, gpus.url, "ladder") as page:
+        expect(page.get_by_label("chip")).to_have_value("h200")
+        expect(page.locator("#view-ladder table").first).to_contain_text("× cuBLAS")
+        page.get_by_label("chip").select_option("b200")
+        expect(page.locator("#view-ladder")).to_contain_text("the project has no B200")
 
 
 def test_it_is_live(browser: Browser, busy: Service) -> None:
@@ -243,6 +289,9 @@ def test_the_choreography_obeys_every_control(browser: Browser, busy: Service) -
         told = api(busy, "/timeline", now)
         kpis = page.locator("#specialised .kpis")
         share = 100 * told["chosen"]["kpis"]["steady"]["tensor core"]
+        faster = told["lockstep"]["nanoseconds"] / told["chosen"]["nanoseconds"]
+        expect(page.locator("#verdict")).to_contain_text(f"{digits(faster)}× as fast")
+        expect(page.locator("#verdict")).to_contain_text(f"{digits(share)} %")
         expect(kpis.locator(".kpi").first).to_contain_text(f"{digits(share)} %")
         expect(kpis).to_contain_text(f"{told['chosen']['nanoseconds'] / 1000:.2f} µs")
         low = 100 * told["lockstep"]["kpis"]["steady"]["tensor core"]

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernels.device import H200
-from service.drivers import cuda
 from service.drivers.gpm import TensorProbe
 from service.messages import Report
 from tests.service.cuda_stand_in import BUDGET, Runtime, StandIn
