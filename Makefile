@@ -66,6 +66,9 @@ test-ray: $(VENV)/.dev ## Run the tests of Ray Serve on a local cluster of three
 	$(PIP) -e '.[ray]'
 	$(PYTEST) -m slow --timeout 600 tests/service/test_ray_serve.py
 
+test-large: $(VENV)/.dev ## Bodies above 2 GiB, in and out (needs 12 GiB of memory)
+	$(PYTEST) -m slow --timeout 600 tests/service/test_large.py
+
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

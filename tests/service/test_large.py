@@ -5,6 +5,8 @@ Not batch-invariant: for that the reference pads the one column of D to 64, whic
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +46,39 @@ def test_over_http(service: Service) -> None:
         assert client.gemm(a, np.array([[2.0]]), out=d, batch_invariant=False) is d
     check(a, d)
     assert service.metric("gemm_requests_total", route="/gemm", code="200") == 1
+
+
+def test_over_v2(service: Service) -> None:
+    """By hand: tritonclient holds a body three times."""
+    a, b = np.arange(ROWS, dtype=np.float64).reshape(ROWS, 1), np.array([[2.0]])
+    d = np.zeros_like(a)
+    inputs = [
+        {
+            "name": name,
+            "datatype": "FP64",
+            "shape": list(x.shape),
+            "parameters": {"binary_data_size": x.nbytes},
+        }
+        for name, x in (("A", a), ("B", b))
+    ]
+    parameters = {"binary_data_output": True, "batch_invariant": False}
+    head = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+    connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=500)
+    connection.putrequest("POST", "/v2/models/gemm_fp64/infer")
+    connection.putheader("inference-header-content-length", str(len(head)))
+    connection.putheader("content-length", str(len(head) + a.nbytes + b.nbytes))
+    connection.endheaders()
+    for part in (head, memoryview(a.reshape(-1).view("u1")), b.tobytes()):
+        connection.send(part)
+    reply = connection.getresponse()
+    assert reply.status == 200
+    told = json.loads(reply.read(int(reply.headers["inference-header-content-length"])))
+    assert told["outputs"][0]["parameters"]["binary_data_size"] == d.nbytes > 1 << 31
+    view = memoryview(d.reshape(-1).view("u1"))
+    while view:
+        view = view[reply.readinto(view) :]
+    connection.close()
+    check(a, d)
 
 
 def test_in_lent_memory(service: Service) -> None:
