@@ -175,9 +175,9 @@ class Client(_Base):
     ) -> Any:
         """D = act(alpha · op(A) · op(B) + beta · C + bias).
 
-        Operands are numpy or torch arrays, or what the service keeps (a Handle or its name). Returns an array
-        of the same kind; `out` itself where an array was given for the result (its dtype then is D's); the
-        Handle where `out` is one, under which the service then keeps D.
+        Operands are arrays of numpy, torch or any library that has DLPack (CuPy, JAX), or what the service keeps (a
+        Handle or its name). Returns an array of the same kind; `out` itself where an array was given for the result
+        (its dtype then is D's); the Handle where `out` is one, under which the service then keeps D.
         """
         made = self.gemm_result(a, b, c, bias, out=out, timeout=timeout, **options)
         return made.array if made.handle is None else made.handle
@@ -218,10 +218,10 @@ class Client(_Base):
             until,
         )
 
-    def get(self, name: str | Handle, *, out: Array | None = None, torch_like: Array | None = None) -> Any:
-        """A kept tensor as a numpy array, into `out`, or as a torch tensor where `torch_like` is."""
+    def get(self, name: str | Handle, *, out: Array | None = None, like: Array | None = None) -> Any:
+        """A kept tensor as a numpy array, into `out`, or as an array of `like`'s library on its device."""
         until = self._until()
-        return self._run(self._ask.get(_name(name), out, torch_like, until), until)
+        return self._run(self._ask.get(_name(name), out, like, until), until)
 
     def head(self, name: str | Handle) -> Handle:
         """What is known of a kept tensor: ETag, dtype, shape."""
@@ -281,11 +281,11 @@ class Client(_Base):
         return self._run(self._ask.jobs(until), until)
 
     def result(
-        self, job: Job | str, step: Step | str, *, out: Array | None = None, torch_like: Array | None = None
+        self, job: Job | str, step: Step | str, *, out: Array | None = None, like: Array | None = None
     ) -> Any:
-        """A step's result as a numpy array, into `out`, or as a torch tensor where `torch_like` is."""
+        """A step's result as a numpy array, into `out`, or as an array of `like`'s library on its device."""
         until = self._until()
-        return self._run(self._ask.result(_job(job), _step(step), out, torch_like, until), until)
+        return self._run(self._ask.result(_job(job), _step(step), out, like, until), until)
 
     def cancel(self, job: Job | str) -> None:
         """Cancel a job; steps that run are finished and dropped."""
@@ -432,12 +432,10 @@ class AsyncClient(_Base):
             until,
         )
 
-    async def get(
-        self, name: str | Handle, *, out: Array | None = None, torch_like: Array | None = None
-    ) -> Any:
+    async def get(self, name: str | Handle, *, out: Array | None = None, like: Array | None = None) -> Any:
         """See Client.get."""
         until = self._until()
-        return await self._run(self._ask.get(_name(name), out, torch_like, until), until)
+        return await self._run(self._ask.get(_name(name), out, like, until), until)
 
     async def head(self, name: str | Handle) -> Handle:
         """See Client.head."""
@@ -476,11 +474,11 @@ class AsyncClient(_Base):
         return await self._run(self._ask.jobs(until), until)
 
     async def result(
-        self, job: Job | str, step: Step | str, *, out: Array | None = None, torch_like: Array | None = None
+        self, job: Job | str, step: Step | str, *, out: Array | None = None, like: Array | None = None
     ) -> Any:
         """See Client.result."""
         until = self._until()
-        return await self._run(self._ask.result(_job(job), _step(step), out, torch_like, until), until)
+        return await self._run(self._ask.result(_job(job), _step(step), out, like, until), until)
 
     async def cancel(self, job: Job | str) -> None:
         """See Client.cancel."""

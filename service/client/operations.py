@@ -136,7 +136,8 @@ class Operations:
         deadline: float,
     ) -> Operation[Result]:
         """D, as raw bytes both ways."""
-        a, b, c, bias = map(tensors.adopt, (a, b, c, bias))
+        given = (a, b, c, bias)
+        a, b, c, bias = map(tensors.adopt, given)
         query, parts = _operands(a, b, c, bias, options)
         keep = out if isinstance(out, Handle) else None
         place = _Place(tensors.target(out) if out is not None and keep is None else None)
@@ -161,8 +162,7 @@ class Operations:
             place.deliver(reply)
             return _result(reply, out, None)
         array = place.array if place.array is not None else _late(reply)
-        like = next((value for value in (a, b, c, bias) if tensors.is_torch(value)), None)
-        return _result(reply, array if like is None else tensors.as_torch(array, like), None)
+        return _result(reply, tensors.as_like(array, given), None)
 
     def choose(self, m: int, n: int, k: int, options: Mapping[str, Any], deadline: float) -> Operation[Any]:
         """What would run, and why."""
@@ -211,11 +211,9 @@ class Operations:
         reply = yield from attempt(call, self._retries, deadline)
         return _kept({"name": name, **json.loads(reply.body or b"{}")})
 
-    def get(
-        self, name: str, out: Array | None, torch_like: Array | None, deadline: float
-    ) -> Operation[Array]:
+    def get(self, name: str, out: Array | None, like: Array | None, deadline: float) -> Operation[Array]:
         """A kept tensor, as an array."""
-        return (yield from self._fetch(_tensor(name), out, torch_like, deadline))
+        return (yield from self._fetch(_tensor(name), out, like, deadline))
 
     def head(self, name: str, deadline: float) -> Operation[Handle]:
         """What is known of a kept tensor."""
@@ -248,9 +246,7 @@ class Operations:
                 return rows
             target = f"{path}?{urlencode({'after': page['next']})}"
 
-    def _fetch(
-        self, target: str, out: Array | None, torch_like: Array | None, deadline: float
-    ) -> Operation[Array]:
+    def _fetch(self, target: str, out: Array | None, like: Array | None, deadline: float) -> Operation[Array]:
         place = _Place(tensors.target(out) if out is not None else None)
         call = Call("GET", target, (("accept", RAW),), (), place.take)
         reply = yield from attempt(call, self._retries, deadline)
@@ -258,7 +254,7 @@ class Operations:
             place.deliver(reply)
             return out
         array = place.array if place.array is not None else _late(reply)
-        return array if torch_like is None else tensors.as_torch(array, torch_like)
+        return tensors.as_like(array, [like])
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -301,11 +297,11 @@ class Operations:
         return job
 
     def result(
-        self, job_id: str, step: str, out: Array | None, torch_like: Array | None, deadline: float
+        self, job_id: str, step: str, out: Array | None, like: Array | None, deadline: float
     ) -> Operation[Array]:
         """A step's result, as an array."""
         target = f"/jobs/{quote(job_id, safe='')}/steps/{quote(step, safe='')}/result"
-        return (yield from self._fetch(target, out, torch_like, deadline))
+        return (yield from self._fetch(target, out, like, deadline))
 
     def cancel(self, job_id: str, deadline: float) -> Operation[None]:
         """Cancel a job."""

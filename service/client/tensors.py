@@ -7,7 +7,7 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,7 @@ def is_torch(value: object) -> bool:
 
 
 def adopt(value: Any) -> Any:
-    """An array of another library (CuPy, JAX, …) as numpy's or, on a GPU, as torch's, over the same memory by DLPack.
-
-    What is returned to the caller are numpy arrays or torch tensors, which those libraries take over the same way.
-    """
+    """An array of another library (CuPy, JAX, …) as numpy's or, on a GPU, torch's, over the same memory by DLPack."""
     if isinstance(value, np.ndarray) or is_torch(value) or not hasattr(value, "__dlpack_device__"):
         return value
     kind = int(value.__dlpack_device__()[0])
@@ -134,6 +131,31 @@ def empty(dtype: str, shape: Sequence[int]) -> tuple[np.ndarray[Any, Any], memor
         raise GemmError(f"the service sent dtype {dtype!r}, which this client doesn't know")
     array = np.empty(tuple(shape), DTYPES[dtype])
     return array, _bytes(array)
+
+
+def as_like(array: np.ndarray[Any, Any], values: Iterable[Any]) -> Array:
+    """The array as the first of `values` that isn't numpy's is: on its device, by its library (torch, CuPy, JAX, …).
+
+    Without such a value, and where that library can't hold these elements, it is numpy's, or torch's on a GPU.
+    """
+    for value in values:
+        if is_torch(value):
+            return as_torch(array, value)
+        if not isinstance(value, np.ndarray) and hasattr(value, "__array_namespace__"):
+            return _as_foreign(array, value)
+    return array
+
+
+def _as_foreign(array: np.ndarray[Any, Any], like: Any) -> Array:
+    """By the array API standard, which CuPy and JAX follow."""
+    adopted, library = adopt(like), like.__array_namespace__()
+    own = as_torch(array, adopted) if is_torch(adopted) else array
+    try:
+        made = library.from_dlpack(own)
+    except (BufferError, RuntimeError, TypeError):  # numpy's DLPack has no bfloat16
+        made = library.asarray(own)
+    # JAX makes fp32 of fp64 unless told otherwise; nothing is to be lost here.
+    return made if made.dtype.itemsize == array.dtype.itemsize else own
 
 
 def as_torch(array: np.ndarray[Any, Any], like: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.client import Client, Handle
+from service.client import AsyncClient, Client, Handle
 from service.client.device import OnDevice
 from service.client.transport import BestTransport
 from service.client.wire import Call
@@ -86,6 +86,46 @@ def test_dlpack_in_and_out(service: Service, make: Any) -> None:
     assert np.array_equal(torch.from_dlpack(made).numpy(), made)
 
 
+@pytest.fixture
+def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    return pytest.importorskip("jax")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("local", [True, False], ids=["lent", "http"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_jax_arrays_in_and_out(service: Service, jax: Any, local: bool, dtype: str) -> None:
+    side = 400  # enough for the client to look for shared memory
+    a, b = (jax.numpy.asarray(np.random.default_rng(n).integers(-4, 5, (side, side)), dtype) for n in (1, 2))
+    want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    with Client(service.url, local=local) as client:
+        d = client.gemm(a, b, out_dtype="fp32")
+        assert isinstance(d, jax.Array)
+        assert np.array_equal(np.asarray(d), want)
+        assert client.gemm(a, b.T).dtype == a.dtype
+        given = np.zeros((side, side), np.float32)
+        assert client.gemm(a, b, out=given) is given
+        assert np.array_equal(given, want)
+        client.put("jax", b)
+        kept = client.get("jax", like=a)
+        assert isinstance(kept, jax.Array)
+        assert np.array_equal(np.asarray(kept), np.asarray(b))
+        # JAX would make fp32 of it.
+        assert client.gemm(a, b, out_dtype="fp64").dtype == np.float64
+        with pytest.raises(ValueError, match="writable"):
+            client.gemm(a, b, out=d)  # JAX arrays don't change
+
+
+@pytest.mark.ci
+async def test_jax_arrays_in_an_event_loop(service: Service, jax: Any) -> None:
+    a = jax.numpy.arange(12, dtype="float32").reshape(3, 4)
+    async with AsyncClient(service.url) as client:
+        d = await client.gemm(a, a.T)
+    assert isinstance(d, jax.Array)
+    assert np.array_equal(np.asarray(d), np.asarray(a) @ np.asarray(a).T)
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_operands_and_d_stay_on_the_gpu(tmp_path: Path) -> None:
@@ -139,7 +179,7 @@ def test_stored_tensors_are_borrowed_on_the_gpu(tmp_path: Path) -> None:
         kept = client.gemm(w.T.contiguous(), "w", out=Handle("d"))
         with client.borrow("d") as lent:
             torch.testing.assert_close(lent.value.float().cpu(), w.float().T @ w.float(), rtol=1e-2, atol=1.0)
-        assert torch.equal(client.get("w", torch_like=w), w)
+        assert torch.equal(client.get("w", like=w), w)
         began = time.perf_counter()
         for _ in range(20):
             client.borrow("w").close()
