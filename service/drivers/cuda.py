@@ -497,6 +497,10 @@ class CudaDriver:
             }
         if what == "choose":
             return asdict(self._runtime.choose(problem_asked(args), args.get("variant", "auto")))
+        return self._ask_of_memory(what, args)
+
+    def _ask_of_memory(self, what: str, args: dict[str, Any]) -> Any:
+        """Loans of stored tensors, and CUDA shared memory."""
         if what == "lend":
             return self._lend(msgspec.convert(args["operand"], Operand))
         if what == "end_loan":

@@ -26,13 +26,17 @@ def tensor_of(owner: str, name: str, etag: str) -> str:
 class Content:
     """A tensor that never changes. `needs` counts names, keepers and holds; at zero it goes, file and memory.
 
-    `loading` and `writing` are what is being done about it, once for all who wait.
+    `loading` and `writing` are what is being done about it, once for all who wait. `filed`: there may be a file.
+    `data_start` is where the data begins in it, `disk_bytes` its size.
     """
 
-    __slots__ = ("loading", "lost", "needs", "row", "writing")
+    __slots__ = ("data_start", "disk_bytes", "filed", "loading", "lost", "needs", "row", "writing")
 
     def __init__(self, row: ContentRow) -> None:
         self.row = row
+        self.filed = row.whole
+        self.data_start = len(files.header(row.dtype, row.shape))
+        self.disk_bytes = self.data_start + row.nbytes
         self.needs = 0
         self.lost = False
         self.loading: asyncio.Task[None] | None = None
@@ -42,16 +46,6 @@ class Content:
     def tensor(self) -> str:
         """The name that a device cache may keep it under."""
         return tensor_of(self.row.owner, self.row.name, self.row.etag)
-
-    @property
-    def data_start(self) -> int:
-        """Where the data begins in the file."""
-        return len(files.header(self.row.dtype, self.row.shape))
-
-    @property
-    def disk_bytes(self) -> int:
-        """Size of the file."""
-        return self.data_start + self.row.nbytes
 
 
 class Hold:

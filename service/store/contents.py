@@ -7,7 +7,6 @@ copies, least recently used first out, and for a while the only copy of what is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable
@@ -71,7 +70,6 @@ class Contents:
         self.disk_bytes = 0
         self.bytes_by_owner: dict[str, int] = {}
         self.closing = False
-        self._hurry = asyncio.Event()
         self._writers = asyncio.Semaphore(WRITERS)
         self._forget = forget
         self._devices: Devices = Kept()
@@ -119,7 +117,7 @@ class Contents:
         if not content.lost:
             self._charge(content, -content.disk_bytes)
         self._forget(content.tensor)
-        if not self.closing:  # else the next start finds it
+        if content.filed and not self.closing:  # else the next start finds it
             self.effects.spawn(self._remove(id_))
 
     async def _remove(self, id_: str) -> None:
@@ -293,14 +291,23 @@ class Contents:
             content.writing = self.effects.spawn(self._write_back(content, self.hold(content)))
         await asyncio.shield(content.writing)
 
-    async def write_back_soon(self, content: Content) -> None:
+    def write_back_soon(self, content: Content) -> None:
         """Write it in a while, if it is still wanted then.
 
         A name that is bound to one result after another costs the disk only what stays, and until its turn
         comes a result that was replaced holds no memory.
         """
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), WRITE_BACK_SECONDS)
+        if self.closing:
+            self._write_back_now(content)
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_later(WRITE_BACK_SECONDS, self._write_back_now, content)
+
+    def _write_back_now(self, content: Content) -> None:
+        if content.row.id in self._unwritten and content.writing is None:
+            self.effects.spawn(self._write_back_in_turn(content))
+
+    async def _write_back_in_turn(self, content: Content) -> None:
         async with self._writers:
             if content.row.id in self._unwritten:
                 await self.write_back(content)
@@ -308,11 +315,19 @@ class Contents:
     def hurry(self) -> None:
         """The end is near: write what waits, now."""
         self.closing = True
-        self._hurry.set()
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Begin to write what is to be written in a while."""
+        for content in list(self._unwritten.values()):
+            self._write_back_now(content)
 
     async def retry(self) -> None:
         """Try again to write what the disk refused."""
         for content in list(self._unwritten.values()):
+            resident = self.memory.peek(content.row.id)
+            if resident is None or resident.backing is not Backing.REFUSED:
+                continue
             try:
                 await self.write_back(content)
             except ServiceError:
@@ -341,6 +356,7 @@ class Contents:
 
     async def _write_file(self, content: Content, data: memoryview) -> None:
         row = content.row
+        content.filed = True
         with refusing():
             if row.etag:
                 await self.files.write(row.id, row.dtype, row.shape, data)

@@ -238,7 +238,7 @@ class TensorStore(ABC):
                 await self.contents.keep(binding.hold.content, source)
             entry = await self.bind(binding, conditions, soft=True)
             audit.changed("store", binding.hold.content.row, binding.name)
-            self.effects.spawn(self.contents.write_back_soon(binding.hold.content))
+            self.contents.write_back_soon(binding.hold.content)
             return entry
         finally:
             binding.hold.release()

@@ -218,6 +218,7 @@ class TestResultsToBeWritten:
         assert (await get(b, "ann", "d")).tobytes() == array.tobytes()
         entry = await b.head("ann", "d")
         assert (entry.durable, entry.etag) == (True, etag)
+        a.contents.write_waiting()
         await a.effects.settle()
 
     async def test_are_lost_with_their_front_for_all(self, settings: Settings) -> None:
@@ -248,6 +249,7 @@ class TestResultsToBeWritten:
         monkeypatch.setattr(a.kept_files, "write", lambda *args: (writes.append(args[0]), write(*args))[1])
         for n in range(5):
             await put(a, "ann", "d", tensor(8, 8, n), durable=False)
+        a.contents.write_waiting()
         await a.effects.settle()
         assert len(writes) == 1
         assert (await get(b, "ann", "d")).tobytes() == tensor(8, 8, 4).tobytes()
@@ -303,6 +305,7 @@ class TestObjects:
             monkeypatch.setattr(a.transactions, "write", commit_and_fail)
             with refused("unavailable"):
                 await put(a, "ann", "w", array)
+            a.contents.write_waiting()
             await a.effects.settle()
             await a.sweep(0)
             assert (await get(b, "ann", "w")).tobytes() == array.tobytes()
@@ -333,6 +336,7 @@ class TestOutages:
                     await put(a, "ann", how, tensor(3, 3), durable=False)
                     await asyncio.sleep(0.4)
                     cable.mend()
+                    a.contents.write_waiting()
                     await a.effects.settle()
                     await a.sweep(0)
                     assert (await get(b, "ann", how)).shape == (3, 3)

@@ -36,6 +36,7 @@ def refused(code: str) -> pytest.RaisesExc[ServiceError]:
 
 async def settle(store: TensorStore) -> None:
     """Let background work of the store end."""
+    store.contents.write_waiting()
     await store.effects.settle()
 
 
