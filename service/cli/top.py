@@ -28,6 +28,7 @@ _EXAMPLES = """\
   gemm-service top --once --json       the document that the page gets
 """
 _BARS = " ▁▂▃▄▅▆▇█"
+_WIDE = 8  # of a bar, so that two panels stand side by side in 80 columns
 HISTORY = 60
 
 
@@ -73,11 +74,12 @@ def picture(document: Mapping[str, Any], past: Mapping[str, Sequence[float]]) ->
     """The whole screen; pure."""
     state = document["status"]
     style = "bold green" if state == "ready" else "bold red"
+    beside = Table.grid(padding=(0, 1))
+    beside.add_row(_stages(document), _memory(document))
     return Group(
         Text.assemble("GEMM service  ", (state, style), "  ", (_devices(document), "dim")),
         _figures(document, past),
-        _stages(document),
-        _memory(document),
+        beside,
         _workers(document),
     )
 
@@ -95,12 +97,7 @@ def _figures(document: Mapping[str, Any], past: Mapping[str, Sequence[float]]) -
     table.add_row(
         "arithmetic done", flops(document["flops_per_second"]), spark(past.get("flops_per_second", ()))
     )
-    for read in document["tensor"]:
-        busy = "not readable here" if read["active"] is None else f"{100 * read['active']:.1f} %"
-        from_ = read["detail"] or f"read from the hardware ({read['source']})"
-        if read["sm_clock_mhz"]:
-            from_ += f" at {read['sm_clock_mhz']:.0f} MHz"
-        table.add_row(f"tensor cores busy, {read['worker']}", busy, Text(from_, "dim"))
+    table.add_row("tensor cores busy", *_tensor(document["tensor"]))
     rate = document["gemms_per_second"]
     table.add_row(
         "products a second",
@@ -117,6 +114,20 @@ def _figures(document: Mapping[str, Any], past: Mapping[str, Sequence[float]]) -
     told = "–" if not batch or batch["mean"] is None else f"{batch['mean']:.2f}"
     table.add_row("requests in a batch", told, Text(f"{document['queue']['depth']} waiting", "dim"))
     return table
+
+
+def _tensor(tensor: Sequence[Mapping[str, Any]]) -> tuple[str, Text]:
+    """All GPUs as one figure: the mean of those that can be read, and what is to be said of it."""
+    read = [each for each in tensor if each["active"] is not None]
+    if not read:
+        return "not readable here", Text(tensor[0]["detail"] if tensor else "no worker is there", "dim")
+    mean = sum(each["active"] for each in read) / len(read)
+    told = f"read from the hardware ({read[0]['source']})"
+    if len(tensor) > 1:
+        told = f"mean of {len(read)} GPUs, {told}"
+    if len(read) < len(tensor):
+        told += f"; {len(tensor) - len(read)} not readable"
+    return f"{100 * mean:.1f} %", Text(told, "dim")
 
 
 def _spread(told: Mapping[str, float | None] | None) -> tuple[str, Text]:
@@ -137,7 +148,7 @@ def _stages(document: Mapping[str, Any]) -> RenderableType:
         if name in stages:
             share = stages[name] / whole
             table.add_row(
-                name, seconds(stages[name]), "█" * max(1, round(40 * share)), f"{100 * share:.0f} %"
+                name, seconds(stages[name]), "█" * max(1, round(_WIDE * share)), f"{100 * share:.0f} %"
             )
     return Panel(table, title="where a request's time goes", title_align="left", expand=False)
 
@@ -146,28 +157,44 @@ def _memory(document: Mapping[str, Any]) -> Panel:
     table = Table(box=None, pad_edge=False, show_header=False)
     whole = document["arena_bytes"]
     for state, used in document["arena"].items():
-        table.add_row(f"arena {state}", size(used), "█" * round(40 * used / whole) if whole else "")
+        table.add_row(f"arena {state}", size(used), "█" * round(_WIDE * used / whole) if whole else "")
     for tier, used in document["store"].items():
         limit = document["store_bytes"][tier]
-        bar = "█" * round(40 * used / limit) if limit else ""
+        bar = "█" * round(_WIDE * used / limit) if limit else ""
         table.add_row(f"store {tier}", f"{size(used)} of {size(limit)}", bar)
     return Panel(table, title="memory", title_align="left", expand=False)
 
 
 def _workers(document: Mapping[str, Any]) -> RenderableType:
-    table = Table("worker", "state", "device", "pid", box=None, pad_edge=False)
+    table = Table("worker", "state", "device", box=None, pad_edge=False)
+    for name in ("tensor busy", "SM clock", "of datasheet (est.)", "pid"):
+        table.add_column(name, justify="right")
     for worker in document["workers"]:
         state = Text(worker["state"], "green" if worker["state"] == "ready" else "red")
         if worker["detail"]:
             state.append(f": {worker['detail']}")
         device = worker["device"]["name"] if worker["device"] else "–"
-        table.add_row(str(worker["index"]), state, device, str(worker["pid"] or "–"))
+        table.add_row(
+            str(worker["index"]), state, device, *_read(worker, document), str(worker["pid"] or "–")
+        )
     parts: list[RenderableType] = [table]
     for variant, why in document["quarantined"].items():
         parts.append(Text(f"quarantined: {variant} ({why})", "red"))
     for reason, number in (document["rejected"] or {}).items():
         parts.append(Text(f"refused in the last seconds: {number:.0f}, {reason}", "yellow"))
     return Panel(Group(*parts), title="workers", title_align="left", expand=False)
+
+
+def _read(worker: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What the hardware counted on a worker's GPU, its clock, and beside them the estimate by datasheet."""
+    found = next((each for each in document["tensor"] if each["worker"] == worker["index"]), None)
+    active, clock = (found["active"], found["sm_clock_mhz"]) if found else (None, None)
+    ratio = document["flops_ratio"].get(str(worker["index"]))
+    return (
+        "–" if active is None else f"{100 * active:.1f} %",
+        f"{clock:.0f} MHz" if clock else "–",
+        "–" if ratio is None else f"{100 * ratio:.1f} %",
+    )
 
 
 def flops(value: float | None) -> str:

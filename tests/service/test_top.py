@@ -35,6 +35,7 @@ def document(**more: Any) -> dict[str, Any]:
         "queue": {"depth": 2, "seconds": 0.1},
         "stages": {"decode": 0.001, "kernel": 0.003},
         "rejected": {"queue_full": 3.0},
+        "flops_ratio": {"0": 0.42},
         "quarantined": {"step9-128x256-2x1": "wrong"},
         "workers": [
             {"index": 0, "state": "ready", "detail": "", "pid": 7, "device": {"name": "NVIDIA H200"}}
@@ -68,7 +69,32 @@ def test_the_picture_tells_the_document() -> None:
         assert part in text, part
     assert "quarantined: step9-128x256-2x1 (wrong)" in text
     assert "75 %" in text
+    assert "42.0 %" in text  # of the datasheet's peak, in a column of its own
     assert " ▄█" in text
+
+
+def test_several_gpus_are_a_mean_and_a_row_each() -> None:
+    read = [
+        {"worker": n, "active": active, "source": "nvml_gpm", "detail": "no", "sm_clock_mhz": 1410.0}
+        for n, active in enumerate((0.8, 0.6, None))
+    ]
+    workers = [
+        {"index": n, "state": "ready", "detail": "", "pid": n, "device": {"name": "H200"}} for n in range(3)
+    ]
+    text = shown(document(tensor=read, workers=workers))
+    assert "70.0 %" in text
+    assert "mean of 2 GPUs, read from the hardware (nvml_gpm); 1 not readable" in text
+    assert "80.0 %" in text
+    assert "60.0 %" in text
+
+
+def test_it_fits_a_terminal_of_80_by_24() -> None:
+    out = io.StringIO()
+    Console(file=out, width=80).print(top.picture(document(), {}))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    assert "queue_full" in out.getvalue()
 
 
 def test_what_is_not_known_is_said() -> None:
