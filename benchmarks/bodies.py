@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from service.decode import JSON, RAW, SAFETENSORS
 from service.formats import Tensor, safetensors
+from service.query import JSON, RAW, SAFETENSORS
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 

@@ -10,21 +10,20 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, Literal, Protocol, TypeVar
-from urllib.parse import parse_qsl
+from functools import partial
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
-from pydantic import BaseModel
 
 from service.arena import Slot, Slots
 from service.errors import ServiceError
 from service.formats import Tensor, numbers, safetensors
 from service.formats.raw import parse_shape
 from service.messages import Operand, Params
-from service.model import Base64, GemmBody, GemmFields, GemmQuery, Handle, validate, validate_query
+from service.model import Base64, GemmBody, GemmFields, GemmQuery, Handle, validate
 from service.plan import Limits, Plan, given_dtype, plan, unfit
+from service.query import JSON, RAW, SAFETENSORS, media_of, parse_query, query_fields
 from service.regions import Region
 from service.store import new_id, tensor_of
 from service.transfer import Scope, Transfer
@@ -32,18 +31,8 @@ from service.transfer import Scope, Transfer
 Form = Literal["json", "safetensors", "npy", "raw"]
 NAMES = ("a", "b", "c", "bias")
 
-JSON = "application/json"
-SAFETENSORS = "application/vnd.safetensors"
-RAW = "application/octet-stream"
-
 #: Operands begin at multiples of this within a slot: what TMA and vector loads like best.
 ALIGN = 256
-
-#: Longest question or other small request in JSON: it is read onto the heap.
-QUESTION_BYTES = 1 << 16
-
-#: Most fields of a query.
-QUERY_FIELDS = 64
 
 #: JSON above this waits in the arena and is parsed in a thread, so that other requests go on meanwhile.
 _LARGE_JSON = 1 << 20
@@ -51,7 +40,6 @@ _LARGE_JSON = 1 << 20
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 Run = Callable[..., Awaitable[Any]]
-Question = TypeVar("Question", bound=BaseModel)
 
 _RAW_ONLY = ("a_shape", "b_shape", "c_shape", "dtype", "c_dtype", "bias_dtype")
 
@@ -181,66 +169,6 @@ async def decode(transfer: Transfer, scope: Scope, services: Parts, principal: O
         field="content-type",
         headers={"Accept": f"{JSON}, {SAFETENSORS}, {RAW}"},
     )
-
-
-def media_of(transfer: Transfer) -> str:
-    """The body's media type, without parameters; an encoded body is refused."""
-    if transfer.header(b"content-encoding") not in (None, "identity"):
-        raise ServiceError(
-            "unsupported_media_type", "bodies are taken as they are, not encoded", field="content-encoding"
-        )
-    return (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
-
-
-def require_json(transfer: Transfer) -> None:
-    """Refuse a body that isn't said to be JSON."""
-    media = media_of(transfer)
-    if media != JSON:
-        raise ServiceError(
-            "unsupported_media_type",
-            f"Content-Type {media[:80] or '(none)'} isn't {JSON}",
-            field="content-type",
-            headers={"Accept": JSON},
-        )
-
-
-async def read_question(transfer: Transfer, model: type[Question]) -> Question:
-    """A small request in JSON, without query fields."""
-    no_query(transfer.scope)
-    require_json(transfer)
-    return validate(model, numbers.loads(await transfer.read_all(QUESTION_BYTES)))
-
-
-def parse_query(text: bytes) -> dict[str, str]:
-    """Query fields; one given twice is refused."""
-    try:
-        pairs = parse_qsl(
-            text.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=QUERY_FIELDS
-        )
-    except ValueError:
-        if not text:
-            return {}
-        raise ServiceError("malformed", "the query can't be parsed", field="query") from None
-    fields: dict[str, str] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ServiceError("invalid", f"{name[:64]}: is given twice", field=name[:64])
-        fields[name] = value
-    return fields
-
-
-def no_query(scope: Scope) -> None:
-    """Refuse fields where none are known."""
-    fields = parse_query(scope["query_string"])
-    if fields:
-        field = next(iter(fields))[:64]
-        raise ServiceError("invalid", f"{field}: isn't known here", field=field)
-
-
-@lru_cache(maxsize=512)
-def query_fields(text: bytes) -> GemmQuery:
-    """The fields of a binary form. Clients send few different queries, many times."""
-    return validate_query(GemmQuery, parse_query(text))
 
 
 def allocate(services: Parts, nbytes: int, *, owner: str, state: str) -> Slot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from service import bounds, decode, gate, journal, model, protocol, upload
+from service import bounds, gate, journal, model, protocol, query, upload
 from service.batch import PRIORITIES
 from service.formats import base, npy, safetensors
 from service.inference import regions as inference_regions
@@ -36,8 +36,8 @@ FIXED: dict[str, Any] = {
     "safetensors_name_characters": upload.TENSOR_CHARACTERS,
     "npy_header_bytes": npy.MAX_HEADER,
     # Of requests.
-    "query_fields": decode.QUERY_FIELDS,
-    "question_bytes": decode.QUESTION_BYTES,
+    "query_fields": query.QUERY_FIELDS,
+    "question_bytes": query.QUESTION_BYTES,
     "page_entries": tensors.PAGE_ENTRIES,
     "wait_seconds": jobs.LONGEST_WAIT,
     "deadline_ms": model.LONGEST_MS,

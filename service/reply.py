@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from service.decode import JSON, RAW, SAFETENSORS, Bound, Form, GemmRequest
+from service.decode import Bound, Form, GemmRequest
 from service.errors import ServiceError
 from service.formats import Tensor, npy, numbers, numpy_dtype, safetensors
 from service.formats.raw import emit_shape
+from service.query import JSON, RAW, SAFETENSORS
 from service.transfer import Transfer
 
 NPY = "application/x-npy"

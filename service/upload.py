@@ -12,12 +12,13 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.arena import Slot
-from service.decode import RAW, SAFETENSORS, allocate
+from service.decode import allocate
 from service.errors import ServiceError
 from service.formats import Tensor, npy, safetensors
 from service.formats.base import checked
 from service.formats.raw import parse_shape
 from service.model import LONGEST_SECONDS, DTypeName, Finite
+from service.query import RAW, SAFETENSORS, media_of
 from service.reply import MEDIA
 from service.services import Services
 from service.transfer import Transfer
@@ -59,13 +60,7 @@ class Upload:
     async def receive(self) -> tuple[Slot, Tensor]:
         """The tensor in a slot of the caller's, the whole body read."""
         transfer = self.transfer
-        if transfer.header(b"content-encoding") not in (None, "identity"):
-            raise ServiceError(
-                "unsupported_media_type",
-                "bodies are taken as they are, not encoded",
-                field="content-encoding",
-            )
-        media = (transfer.header(b"content-type") or "").partition(";")[0].strip().lower()
+        media = media_of(transfer)
         transfer.bound(self.services.settings.max_body_bytes)
         if media == RAW:
             return await self._raw()

@@ -12,7 +12,6 @@ from service.decode import (
     allocate,
     handle_in,
     parsing,
-    query_fields,
     raw_tensors,
 )
 from service.errors import ServiceError
@@ -23,6 +22,7 @@ from service.inference.models import INPUT_OF, Model
 from service.inference.regions import Regions
 from service.inference.request import Inference, InferenceFields, Input, parse
 from service.model import GemmQuery
+from service.query import query_fields
 from service.transfer import Transfer
 
 #: The header that tells where JSON ends and tensors begin.

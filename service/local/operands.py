@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from service.decode import Bound, GemmRequest, Operands, handle_in, query_fields, raw_tensors
+from service.decode import Bound, GemmRequest, Operands, handle_in, raw_tensors
 from service.errors import ServiceError
 from service.formats import Tensor
 from service.local.messages import ALIGN, Multiply, Piece
 from service.messages import Operand
 from service.plan import plan
+from service.query import query_fields
 from service.regions import Region
 
 #: Says how large `out` has to be, where it was too small.

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from service.decode import QUESTION_BYTES, Operands
+from service.decode import Operands
 from service.errors import ServiceError, at_stage
 from service.formats import numbers
 from service.inference import cuda_memory, registration, reply, system_memory
@@ -26,6 +26,7 @@ from service.inference.request import Document
 from service.inference.server import check_ready, server_metadata
 from service.inference.statistics import Times
 from service.keys import Principal
+from service.query import QUESTION_BYTES
 from service.reply import send_json
 from service.routes.gemm import submit_or_leave
 from service.routes.plain import PlainApp, PlainRoute

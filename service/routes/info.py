@@ -10,11 +10,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from service.decode import JSON, read_question
 from service.errors import ServiceError
 from service.formats.base import MAX_DIM
 from service.limits import limits_of
 from service.model import VARIANT_CHARACTERS, Count, DTypeName, Flag, Real
+from service.query import JSON, read_question
 from service.reply import send_json
 from service.routes.plain import PlainRoute, plain
 from service.services import Services

@@ -13,12 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service import download
-from service.decode import JSON, no_query, require_json
 from service.errors import ServiceError
 from service.jobs import Job, Jobs
 from service.jobs.decode import JobBody
 from service.keys import Principal
 from service.model import DTypeName
+from service.query import JSON, no_query, require_json
 from service.reply import send_json
 from service.routes.plain import PlainRoute, begin_events, plain
 from service.routes.tensors import DOWNLOAD, DOWNLOAD_HEADERS, PageQuery, header_parameter

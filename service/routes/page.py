@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from service import results
 from service.conditional import etag, unchanged
-from service.decode import JSON, no_query, read_question
 from service.errors import ServiceError
 from service.model import Count, Flag
+from service.query import JSON, no_query, read_question
 from service.reply import send_json
 from service.routes.info import services_of
 from service.routes.plain import PlainRoute, begin_events, plain

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.decode import no_query
+from service.query import no_query
 from service.transfer import Transfer
 
 PlainApp = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service import conditional, download
-from service.decode import RAW, SAFETENSORS, no_query, parse_query
 from service.errors import ServiceError
 from service.keys import Principal
 from service.model import NAME, NAME_CHARACTERS, DTypeName, validate_query
+from service.query import RAW, SAFETENSORS, no_query, parse_query
 from service.reply import NPY, send_json
 from service.routes.plain import PlainRoute, plain
 from service.services import Services

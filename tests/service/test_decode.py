@@ -16,11 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.decode import decode, parse_query
+from service.decode import decode
 from service.errors import ServiceError
 from service.formats import Tensor, numpy_dtype
 from service.formats import safetensors as form
 from service.model import EXAMPLES, GemmBody
+from service.query import parse_query
 from service.transfer import ClientGone, Transfer
 from tests.service.stand_in import Principal, Services, app, tensor
 
