@@ -9,6 +9,7 @@ from service.batch import PRIORITIES
 from service.formats import base, npy, safetensors
 from service.inference import regions as inference_regions
 from service.inference import request as inference
+from service.local import loans as local_loans
 from service.local import server as local_server
 from service.local import session as local_session
 from service.routes import jobs, tensors
@@ -55,6 +56,8 @@ FIXED: dict[str, Any] = {
     "local_sessions": local_server.MOST_SESSIONS,
     "local_regions": local_session.MOST_REGIONS,
     "local_running": local_session.MOST_RUNNING,
+    "local_loans": local_loans.MOST_LOANS,
+    "local_loan_seconds": local_loans.LOAN_SECONDS,
 }
 
 
