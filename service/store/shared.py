@@ -303,9 +303,10 @@ def _bytes_by_owner(db: Session) -> dict[str, int]:
 
 
 def _expire(db: Session, now: float) -> list[tuple[str, ContentRow]]:
-    """Forget names whose time has come; one front at a time, since all sweep."""
+    """Forget names whose time has come, and who wrote what; one front at a time, since all sweep."""
     if not db.execute("SELECT pg_try_advisory_xact_lock(?)", (_SWEEPING,)).fetchone()[0]:
         return []
+    db.execute("DELETE FROM unwritten USING contents WHERE id = content AND whole = 1")
     rows = db.execute(
         f"SELECT n.name, {_OF_C} FROM names n JOIN contents c ON c.id = n.content WHERE n.expires <= ? LIMIT ?",
         (now, SWEEP_ROWS),

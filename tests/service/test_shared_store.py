@@ -220,6 +220,8 @@ class TestResultsToBeWritten:
         assert (entry.durable, entry.etag) == (True, etag)
         a.contents.write_waiting()
         await a.effects.settle()
+        await b.sweep(0)
+        assert await b.transactions.read(lambda db: db.execute("SELECT * FROM unwritten").fetchall()) == []
 
     async def test_are_lost_with_their_front_for_all(self, settings: Settings) -> None:
         clock = Clock()
