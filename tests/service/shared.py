@@ -184,6 +184,7 @@ class Cable:
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._open = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -199,8 +200,7 @@ class Cable:
 
     def close(self) -> None:
         """End it."""
-        self._run(self._cut("refuse"))
-        self._run(asyncio.sleep(0.01))  # the connections' tasks end
+        self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -224,7 +224,17 @@ class Cable:
             writer.transport.abort()
         self._open.set()
 
+    async def _end(self) -> None:
+        await self._cut("refuse")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         await self._open.wait()
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.to)
