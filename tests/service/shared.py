@@ -225,23 +225,26 @@ class Cable:
         self._open.set()
 
     async def _end(self) -> None:
+        while self._tasks:
+            await self._cut("refuse")
+            await asyncio.wait(self._tasks, timeout=0.1)
         await self._cut("refuse")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # transports that were aborted close
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self._writers.add(writer)
         await self._open.wait()
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.to)
         except OSError:
+            self._writers.discard(writer)
             writer.transport.abort()
             return
-        self._writers |= {writer, far_writer}
+        self._writers.add(far_writer)
         try:
             await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer, count=True))
         finally:
