@@ -18,6 +18,10 @@ DEFAULT_PRIORITY = 5
 PRIORITIES = range(1, 11)
 
 
+#: Rows of A beyond which arithmetic bounds a product, not the reading of B: a stack would only cost copies.
+MOST_STACKED = 2048
+
+
 def _nothing() -> None:
     return None
 
@@ -99,12 +103,12 @@ def _stack_key(work: Work) -> tuple[object, ...] | None:
     """What must be equal for two requests to be stacked along M; None where one can't be.
 
     B and bias must be resident (their content is then named by an ETag); C and a bias along M have rows of their
-    own, and a transposed A is no stack of rows.
+    own, and a transposed A is no stack of rows. A product of many rows reads B often enough by itself.
     """
     params = work.params
     if not work.b.tensor or work.c is not None or params.trans_a:
         return None
-    if len(work.a.shape) != 2 or len(work.b.shape) != 2:
+    if len(work.a.shape) != 2 or len(work.b.shape) != 2 or work.a.shape[0] > MOST_STACKED:
         return None
     if work.bias is not None and (params.bias_dim != "n" or not work.bias.tensor):
         return None

@@ -259,11 +259,11 @@ class CudaDriver:
                 ran.append((items, operands.d))
         self._mark(flight, "computed", self._compute)
         flight.marks["left"] = flight.marks["computed"]
-        leaving = [(items, d) for items, d in ran if not self._keep(flight, items, d)]
+        leaving = [(items, d) for items, d in ran if not self._stays(flight, items, d)]
         if leaving:
             self._out.wait_event(flight.marks["computed"])
             for items, d in leaving:
-                self._copy_out(items, d)
+                self._copy_out(flight, items, d)
             self._mark(flight, "left", self._out)
 
     def _mark(self, flight: _Flight, name: str, stream: Any) -> None:
@@ -309,6 +309,7 @@ class CudaDriver:
                     kept = self._cache.get(item.a.tensor) if item.a.tensor else None
                     source = self._here(item.a) if kept is None else kept
                     a[at : at + item.a.shape[0]].copy_(source, non_blocking=True)
+                    flight.held.append(source)
                     at += item.a.shape[0]
             b = self._arrive(first.b)
             c = None if first.c is None else self._arrive(first.c)
@@ -350,30 +351,37 @@ class CudaDriver:
         flight.runs.append(_Run(items, choice, problem.flops, begun, ended))
         return True
 
-    def _keep(self, flight: _Flight, items: Sequence[Item], d: Any) -> bool:
+    def _stays(self, flight: _Flight, items: Sequence[Item], d: Any) -> bool:
         """Whether D is where it belongs already: in a client's device memory, or here, as it is to be stored."""
-        first = items[0].out
         if len(items) > 1:
             return False
-        if self._lent.on_device(first.region):
+        if self._lent.on_device(items[0].out.region):
             return True
-        if not first.tensor or not self._cache.takes(first.nbytes):
+        return self._keep(flight, items[0], lambda: d.view(items[0].out.shape))
+
+    def _keep(self, flight: _Flight, item: Item, value: Callable[[], Any]) -> bool:
+        """Keep D here, if it is to be stored and there is room."""
+        if not item.out.tensor or not self._cache.takes(item.out.nbytes):
             return False
-        self._cache.keep(first.tensor, d.view(first.shape))
-        flight.kept.add(items[0].id)
+        try:
+            self._cache.keep(item.out.tensor, value())
+        except self._torch.OutOfMemoryError:
+            return False
+        flight.kept.add(item.id)
         return True
 
-    def _copy_out(self, items: Sequence[Item], d: Any) -> None:
-        """D into the slots, rows of a stack each to its own."""
+    def _copy_out(self, flight: _Flight, items: Sequence[Item], d: Any) -> None:
+        """D into the slots; rows of a stack each to its own, or into memory of their own here."""
         with self._torch.cuda.stream(self._out):
             if len(items) == 1:
                 self._here(items[0].out).copy_(d.view(items[0].out.shape), non_blocking=True)
                 return
             at = 0
             for item in items:
-                rows = item.out.shape[0]
-                self._here(item.out).copy_(d[0, at : at + rows], non_blocking=True)
-                at += rows
+                rows = d[0, at : at + item.out.shape[0]]
+                if not self._keep(flight, item, rows.clone):
+                    self._here(item.out).copy_(rows, non_blocking=True)
+                at += len(rows)
 
     def _arrive(self, operand: Operand) -> Any:
         """An operand in device memory: kept there already, or copied now (and kept, if it is stored)."""

@@ -162,3 +162,8 @@ def test_works_that_do_not_fit_a_device_are_left_for_another() -> None:
     assert taken.works == (plain,)
     assert queue.take(fits=fits) is None
     assert list(queue) == [elsewhere, stuck]
+
+
+def test_a_product_of_many_rows_is_not_stacked() -> None:
+    assert work(m=2048, b="w@1").stack_key is not None
+    assert work(m=2049, b="w@1").stack_key is None

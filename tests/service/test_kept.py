@@ -246,6 +246,26 @@ def test_what_the_device_has_no_room_for_goes_to_the_arena(service: Service) -> 
 
 
 @pytest.mark.ci
+def test_rows_of_a_stack_stay_each_by_itself(service: Service) -> None:
+    b = matrix(30, 40)
+    service.put("b", b).raise_for_status()
+    many = {f"d{n}": matrix(4 + n, 30) for n in range(16)}
+    service.worker().suspend()  # so that the queue grows
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(keep, service, a, "b", name) for name, a in many.items()]
+        service.until(lambda: service.metric("gemm_queue_depth") >= 10, 10, "queued")
+        service.worker().resume()
+        for one in asked:
+            one.result()
+    assert service.metric("gemm_batch_requests_sum") > service.metric("gemm_batch_requests_count")
+    assert service.metric("gemm_device_only_bytes") == sum(len(a) * 40 * 4 for a in many.values())
+    product = result(service.gemm(matrix(2, 4) * 0 + 1, "d0"))
+    near(product, np.ones((2, 4), np.float32) @ many["d0"] @ b)
+    for name, a in many.items():
+        near(read(service, name), a @ b)
+
+
+@pytest.mark.ci
 def test_sigterm_writes_what_only_the_device_has(tmp_path: Path, environ: dict[str, str]) -> None:
     a, b = matrix(20, 30), matrix(30, 40)
     flags = ("--device", "cuda", "--workers", "1")
