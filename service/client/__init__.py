@@ -3,7 +3,8 @@
 >>> from service.client import Client >>> with Client() as client: ... d = client.gemm(a, b)
 """
 
-from service.client.client import AsyncClient, Client, Options
+from service.client.calls import Options
+from service.client.client import AsyncClient, Client
 from service.client.errors import (
     Busy,
     ConnectionFailed,
