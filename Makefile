@@ -62,9 +62,9 @@ test-ci: $(VENV)/.dev lint browser perf-analyzer ## Run the wider set: clean ins
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
 	$(PYTEST) -m gpu --timeout 600
 
-test-ray: $(VENV)/.dev ## Run the tests of Ray Serve on a local cluster of three raylets (installs Ray)
+test-ray: $(VENV)/.dev ## Run the tests of Ray (Serve, sharded products) on a local cluster of three raylets (installs Ray)
 	$(PIP) -e '.[ray]'
-	$(PYTEST) -m slow --timeout 600 tests/service/test_ray_serve.py
+	$(PYTEST) -m slow --timeout 600 tests/service/test_ray_serve.py tests/kernels/test_sharded_ray.py
 
 test-large: $(VENV)/.dev ## Bodies above 2 GiB, in and out (needs 12 GiB of memory)
 	$(PYTEST) -m slow --timeout 600 tests/service/test_large.py

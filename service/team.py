@@ -50,6 +50,8 @@ def why_not(work: Work, workers: Sequence[Handle]) -> str | None:
         return (
             f"a sharded product needs two workers or more, each with a device of its own; there are {devices}"
         )
+    if any(name.startswith("MIG-") for worker in workers for _, name in worker.place.environ):
+        return "a sharded product needs whole GPUs, not MIG slices"
     if not all(worker.ready.versions.get("torch") for worker in workers if worker.ready):
         return "a sharded product needs torch"
     if not len(work.out.shape) == len(work.a.shape) == len(work.b.shape) == 2:

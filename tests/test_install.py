@@ -6,13 +6,18 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
+from benchmarks.load import free_port
 from tests.service.real import running
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,24 +113,102 @@ def test_the_dockerfile_is_clean() -> None:
     run([str(Path(sys.executable).parent / "hadolint"), "Dockerfile"], ROOT)
 
 
-def test_the_cpu_images_steps_run_in_a_clean_folder(clone: Path, tmp_path: Path) -> None:
-    """What `COPY` brings and `RUN` does in the build stage of target cpu, without torch's download."""
-    text = (ROOT / "Dockerfile").read_text()
-    stage = text[text.index(" AS build\n") : text.index(" AS build-cpu")]
-    source = tmp_path / "src"
+def stage(name: str) -> str:
+    """A stage of the Dockerfile, its lines that go on joined."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    _, _, rest = text.partition(f" AS {name}\n")
+    return re.split(r"^FROM ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@pytest.fixture(scope="module")
+def image(clone: Path) -> Iterator[Path]:
+    """What `COPY` brings and `RUN` does on the way to target cpu, in a folder for `/opt`; without torch's download."""
+    opt = Path(tempfile.mkdtemp(prefix="gemm-image-"))
+    opt.chmod(0o755)
+    source = opt / "src"
     source.mkdir()
-    for line in re.findall(r"^COPY (.+)$", stage, re.MULTILINE):
-        *names, target = line.split()
-        for name in names:
-            into = source / target if target != "./" else source / name
-            if (clone / name).is_dir():
-                shutil.copytree(clone / name, into)
-            else:
-                shutil.copy2(clone / name, into)
-    venv = tmp_path / "venv"
-    run([sys.executable, "-m", "venv", str(venv)], source)
-    run([str(venv / "bin/pip"), "install", "-q", "-c", "constraints.txt", "."], source)
-    assert re.search(r"\d+\.\d+", run([str(venv / "bin/gemm-service"), "--version"], tmp_path))
+    for line in re.findall(r"^(?:COPY|RUN) .+$", stage("build") + stage("build-cpu"), re.MULTILINE):
+        word, _, rest = line.partition(" ")
+        if word == "COPY":
+            *names, target = rest.split()
+            for name in names:
+                into = source / target if target != "./" else source / name
+                (shutil.copytree if (clone / name).is_dir() else shutil.copy2)(clone / name, into)
+            continue
+        rest = (
+            rest.replace("[torch,grpc]", "[grpc]")
+            .replace("/opt/", f"{opt}/")
+            .replace("python -m venv", "PY -m venv")
+        )
+        run(rest.replace("PY ", f"{sys.executable} "), source, TORCH_ARGS="")
+    yield opt
+    shutil.rmtree(opt)
+
+
+def test_the_images_bill_of_materials_and_command(image: Path, tmp_path: Path) -> None:
+    assert re.search(r"\d+\.\d+", run([str(image / "venv/bin/gemm-service"), "--version"], tmp_path))
+    named = {each["name"] for each in json.loads((image / "venv/sbom.json").read_text())["components"]}
+    assert {"uvicorn", "numpy", "grpcio"} <= named
+    assert "cyclonedx-bom" not in named
+
+
+#: As a container runs it: a read-only root, a folder for data, any user of group 0. A tmpfs over /root lets that user
+#: reach an interpreter that lies there.
+CONTAINED = """
+mount -t tmpfs tmpfs /mnt && mkdir /mnt/python /mnt/data
+mount --bind {python} /mnt/python
+case {python} in /root/*)
+  mount -t tmpfs -o mode=755 tmpfs /root && mkdir -p {python} && mount --bind /mnt/python {python};;
+esac
+chgrp 0 /mnt/data && chmod 770 /mnt/data
+mount -o remount,bind,ro /
+exec setpriv --reuid 54321 --regid 0 --clear-groups --no-new-privs --bounding-set -all \
+  env -i {environ} {image}/venv/bin/{command}
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another root needs root")
+def test_the_image_runs_read_only_as_any_user_and_says_how_it_is(image: Path, tmp_path: Path) -> None:
+    environ = dict(re.findall(r"(GEMM_\w+)=(\S+)", stage("runtime") + stage("cpu")))
+    port = free_port()
+    environ |= {
+        "GEMM_DATA": "/mnt/data",
+        "TMPDIR": "/mnt/data",
+        "GEMM_PORT": str(port),
+        "GEMM_INSECURE": "true",
+    }
+    environ |= {"GEMM_ARENA_BYTES": "64MiB", "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
+    entry = json.loads(re.findall(r"^ENTRYPOINT (.+)$", stage("runtime"), re.MULTILINE)[0])
+    entry += json.loads(re.findall(r"^CMD (.+)$", stage("runtime"), re.MULTILINE)[0])
+    script = CONTAINED.format(
+        python=sys.base_prefix,
+        environ=" ".join(f"{name}={value}" for name, value in environ.items()),
+        image=image,
+        command=" ".join(entry),
+    )
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(["unshare", "--mount", "sh", "-ec", script], stdout=log, stderr=log)
+        try:
+            (check,) = re.findall(r"HEALTHCHECK .*CMD (\[.+\])$", stage("runtime"), re.MULTILINE)
+            command = [sys.executable if word == "python" else word for word in json.loads(check)]
+            command = [word.replace("127.0.0.1:8000", f"127.0.0.1:{port}") for word in command]
+            end = time.monotonic() + 60
+            while subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < end, (tmp_path / "log").read_text()
+                time.sleep(0.3)
+            product = {"a": [[1, 2]], "b": [[3], [4]], "out": {"handle": "d"}, "durable": True}
+            answer = httpx.post(f"http://127.0.0.1:{port}/gemm", json=product, timeout=30)
+            assert answer.status_code == 200, answer.text
+            assert httpx.get(f"http://127.0.0.1:{port}/tensors/d", timeout=30).status_code == 200
+            assert Path(f"/proc/{process.pid}/status").read_text().count("54321") == 4
+            with pytest.raises(OSError, match="Read-only"):
+                Path(f"/proc/{process.pid}/root/tmp/written").write_text("no")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(40) == 0, (tmp_path / "log").read_text()
+        finally:
+            process.kill()
+            process.wait()
 
 
 def blocks(language: str) -> list[str]:

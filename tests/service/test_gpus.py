@@ -54,3 +54,50 @@ def test_each_mig_slice_is_all_that_its_worker_sees(proc: Path) -> None:
         Place(0, (("CUDA_VISIBLE_DEVICES", "MIG-a"),)),
         Place(0, (("CUDA_VISIBLE_DEVICES", "MIG-b"),)),
     ]
+
+
+LISTING = """\
+GPU 0: NVIDIA H200 (UUID: GPU-11111111-aaaa-bbbb-cccc-000000000001)
+  MIG 3g.71gb     Device  0: (UUID: MIG-22222222-aaaa-bbbb-cccc-000000000001)
+  MIG 1g.18gb     Device  1: (UUID: MIG-22222222-aaaa-bbbb-cccc-000000000002)
+GPU 1: NVIDIA H200 (UUID: GPU-11111111-aaaa-bbbb-cccc-000000000002)
+"""
+WHOLE = "\n".join(line for line in LISTING.splitlines() if "MIG" not in line)
+
+
+def smi(folder: Path, script: str) -> dict[str, str]:
+    """An environment whose nvidia-smi is `script`."""
+    tool = folder / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return {"PATH": f"{tool.parent}:/bin:/usr/bin"}
+
+
+def test_slices_that_nobody_named_each_get_a_worker(
+    proc: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    environ = smi(tmp_path_factory.mktemp("smi"), f"[ $1 = -L ] && cat <<'END'\n{LISTING}END")
+    names = [
+        "MIG-22222222-aaaa-bbbb-cccc-000000000001",
+        "MIG-22222222-aaaa-bbbb-cccc-000000000002",
+        "GPU-11111111-aaaa-bbbb-cccc-000000000002",
+    ]
+    assert visible(environ, proc) == names
+    assert places(0, environ, proc) == [Place(0, (("CUDA_VISIBLE_DEVICES", name),)) for name in names]
+    assert places(1, environ, proc) == [Place(0, (("CUDA_VISIBLE_DEVICES", names[0]),))]
+    # What a container was given counts first.
+    assert visible({**environ, "CUDA_VISIBLE_DEVICES": names[1]}, proc) == [names[1]]
+
+
+def test_whole_gpus_keep_their_indices(proc: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    environ = smi(tmp_path_factory.mktemp("smi"), f"cat <<'END'\n{WHOLE}\nEND")
+    assert visible(environ, proc) == ["0", "1"]
+    assert places(0, environ, proc) == [Place(0), Place(1)]
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo 'Failed to initialize NVML'"])
+def test_a_driver_that_does_not_answer_leaves_the_count(
+    proc: Path, tmp_path_factory: pytest.TempPathFactory, script: str
+) -> None:
+    assert visible(smi(tmp_path_factory.mktemp("smi"), script), proc) == ["0", "1"]

@@ -21,10 +21,12 @@ def work(m: int, n: int, k: int) -> Work:
     return Work(1, a, b, out, Params("fp16"))
 
 
-def worker(index: int = 0, memory: int = 0, torch: str = "2") -> Any:
+def worker(index: int = 0, memory: int = 0, torch: str = "2", seen: str = "") -> Any:
     ready = SimpleNamespace(device={"memory_bytes": memory}, versions={"torch": torch})
     return SimpleNamespace(
-        ready=ready, residency=Residency(memory / 2) if memory else None, place=Place(index)
+        ready=ready,
+        residency=Residency(memory / 2) if memory else None,
+        place=Place(index, (("CUDA_VISIBLE_DEVICES", seen),) if seen else ()),
     )
 
 
@@ -44,6 +46,7 @@ def test_what_no_gpu_has_room_for_is_too_large() -> None:
         ([worker()], "two workers"),
         ([worker(0, GIB), worker(0, GIB)], "a device of its own"),
         ([worker(), worker(torch="")], "needs torch"),
+        ([worker(0, GIB, seen="MIG-a"), worker(0, GIB, seen="MIG-b")], "not MIG slices"),
         ([worker()] * 9, "at least 9 rows"),
         ([worker(), worker()], None),
         ([worker(0, GIB), worker(1, GIB)], None),
