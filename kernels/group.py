@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -21,20 +21,19 @@ from kernels.selector import Variant
 
 MAP_BYTES = 128
 RECORD_BYTES = 384
-# Offset in a record and struct's letter of each value: strides of D and C are in elements along p (M) and q (N).
+# The rest of a record, in order: strides of D and C are in elements along p (M) and q (N).
+_VALUES = (
+    ("d", "q"), ("d_batch", "q"), ("d_p", "q"), ("d_q", "q"), ("c", "q"), ("c_batch", "q"), ("c_p", "q"),
+    ("c_q", "q"), ("bias", "q"), ("alpha", "f"), ("beta", "f"), ("code", "i"), ("p", "i"), ("q", "i"),
+    ("tiles_p", "i"), ("tiles_q", "i"), ("batch", "i"), ("raster", "i"), ("k_tiles", "i"), ("first", "i"),
+    ("x_layers", "i"), ("y_layers", "i"),
+)  # fmt: skip
+_LAYOUT = struct.Struct("<" + "".join(letter for _, letter in _VALUES))
+# Offset in a record and struct's letter of each value.
 FIELDS: dict[str, tuple[int, str]] = {
-    name: (2 * MAP_BYTES + offset, letter)
-    for offset, letter, name in (
-        *((8 * i, "q", name) for i, name in enumerate(
-            ("d", "d_batch", "d_p", "d_q", "c", "c_batch", "c_p", "c_q", "bias")
-        )),
-        *((72 + 4 * i, letter, name) for i, (letter, name) in enumerate((
-            ("f", "alpha"), ("f", "beta"), ("i", "code"), ("i", "p"), ("i", "q"), ("i", "tiles_p"),
-            ("i", "tiles_q"), ("i", "batch"), ("i", "raster"), ("i", "k_tiles"), ("i", "first"),
-            ("i", "x_layers"), ("i", "y_layers"),
-        ))),
-    )
-}  # fmt: skip
+    name: (2 * MAP_BYTES + struct.calcsize("<" + "".join(letter for _, letter in _VALUES[:i])), letter)
+    for i, (name, letter) in enumerate(_VALUES)
+}
 TILE_K = 64
 SPAN = 64  # elements of a row of TMA's 128-byte swizzle
 _TYPES = {DType.FP16: 6, DType.BF16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16, _BFLOAT16
@@ -115,25 +114,17 @@ def _tiles(problem: Problem, p: int, q: int) -> int:
 
 def _record(each: Product, p: int, q: int, raster: int, first: int, encode: Encode) -> bytes:
     problem = each.problem
-    tail = problem.epilogue
-    values = {
-        "d": each.d, "d_batch": each.d_strides[0], "d_p": each.d_strides[1], "d_q": each.d_strides[2],
-        "c": each.c, "c_batch": each.c_strides[0], "c_p": each.c_strides[1], "c_q": each.c_strides[2],
-        "bias": each.bias, "alpha": tail.alpha, "beta": tail.beta, "code": each.code,
-        "p": problem.m, "q": problem.n,
-        "tiles_p": -(-problem.m // p), "tiles_q": -(-problem.n // q), "batch": problem.batch,
-        "raster": raster, "first": first,
-        "k_tiles": -(-problem.k // TILE_K) if tail.reads_ab else 0,
-        "x_layers": each.a.layers, "y_layers": each.b.layers,
-    }  # fmt: skip
-    out = bytearray(RECORD_BYTES)
-    out[:MAP_BYTES] = _map(problem.dtype, each.a, problem.m, problem.k, p, encode)
-    out[MAP_BYTES : 2 * MAP_BYTES] = _map(problem.dtype, each.b, problem.n, problem.k, q, encode)
-    for name, (offset, letter) in FIELDS.items():
-        struct.pack_into(f"<{letter}", out, offset, values[name])
-    return bytes(out)
+    m, n, k, tail = problem.m, problem.n, problem.k, problem.epilogue
+    values = _LAYOUT.pack(
+        each.d, *each.d_strides, each.c, *each.c_strides, each.bias, tail.alpha, tail.beta, each.code, m, n,
+        -(-m // p), -(-n // q), problem.batch, raster, -(-k // TILE_K) if tail.reads_ab else 0, first,
+        each.a.layers, each.b.layers,
+    )  # fmt: skip
+    a, b = _map(problem.dtype, each.a, m, k, p, encode), _map(problem.dtype, each.b, n, k, q, encode)
+    return (a + b + values).ljust(RECORD_BYTES, b"\0")
 
 
+@lru_cache(maxsize=8192)  # operands come again at the same places
 def _map(dtype: DType, x: Place, rows: int, k: int, tile: int, encode: Encode) -> bytes:
     """Tensor map of [layers, rows, k] whose box is what one load brings: along K all rows of a tile, else 64."""
     size = dtype.itemsize
@@ -163,5 +154,8 @@ def encoder(library: str) -> Encode:
         number, number, number, number,
     ]  # fmt: skip
     function.restype = number
-    found: Encode = function
-    return found
+
+    def encode(*arguments: Any) -> int:  # can be hashed, as a function of ctypes can't
+        return int(function(*arguments))
+
+    return encode

@@ -231,26 +231,28 @@ class Runtime:
             alike.setdefault((problem.dtype, problem.trans_a, problem.trans_b), []).append(number)
         found = []
         for numbers in alike.values():
+            if len(numbers) < 2:
+                continue
+            tidy = {n: as_packed(problems[n]) for n in numbers}
+            alone = {n: self.choose(each).seconds for n, each in tidy.items()}
             best: tuple[float, GroupVariant, list[int]] | None = None
             for variant in self.grouped:
-                able = [n for n in numbers if self._may_join(variant, problems[n])]
+                able = [n for n in numbers if self._may_join(variant, tidy[n])]
                 if len(able) < 2:
                     continue
-                tidy = [as_packed(problems[n]) for n in able]
-                saved = sum(self.choose(each).seconds for each in tidy)
-                saved -= variant.seconds_together(tidy, self.device)
+                together = variant.seconds_together([tidy[n] for n in able], self.device)
+                saved = sum(alone[n] for n in able) - together
                 if saved > 0 and (best is None or saved > best[0]):
                     best = saved, variant, able
             if best is not None:
                 found.append(best[1:])
         return found
 
-    def _may_join(self, variant: GroupVariant, problem: Problem) -> bool:
+    def _may_join(self, variant: GroupVariant, tidy: Problem) -> bool:
         """Whether a problem may be computed in a group by this kernel, with the bits that were promised."""
-        tidy = as_packed(problem)
         if variant.name in self._barred or variant.unsupported(tidy, self.device) is not None:
             return False
-        if problem.batch_invariant:
+        if tidy.batch_invariant:
             order = self._class(replace(_kind(tidy), m=1, batch=1))
             if variant.name in self._unequal or variant.order(tidy) != order:
                 return False
