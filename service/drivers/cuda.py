@@ -249,15 +249,18 @@ class CudaDriver:
             else:
                 flight.ended[item.id] = refusal
         groups = [due] if flight.batch.stacked and len(due) > 1 else [[item] for item in due]
-        self._mark(flight, "begun", self._in)
         moved = [(items, self._guard(flight, items, self._copy_in)) for items in groups]
-        self._mark(flight, "arrived", self._in)
-        self._compute.wait_event(flight.marks["arrived"])
+        if "begun" in flight.marks:  # else all operands were here
+            self._mark(flight, "arrived", self._in)
+            self._compute.wait_event(flight.marks["arrived"])
         ran = []
         for items, operands in moved:
             if operands is not None and self._guard(flight, items, self._run, operands):
                 ran.append((items, operands.d))
-        self._mark(flight, "computed", self._compute)
+        if flight.runs:
+            flight.marks["computed"] = flight.runs[-1].ended
+        else:
+            self._mark(flight, "computed", self._compute)
         flight.marks["left"] = flight.marks["computed"]
         leaving = [(items, d) for items, d in ran if not self._stays(flight, items, d)]
         if leaving:
@@ -298,22 +301,23 @@ class CudaDriver:
         first = items[0]
         with torch.cuda.stream(self._in):
             if len(items) == 1:
-                a = self._arrive(first.a)
+                a = self._arrive(flight, first.a)
             else:
                 rows = sum(item.a.shape[0] for item in items)
                 a = torch.empty(
                     (rows, first.a.shape[1]), dtype=self._types[first.a.dtype], device=self._place
                 )
                 at = 0
+                self._copies_in(flight)
                 for item in items:
                     kept = self._cache.get(item.a.tensor) if item.a.tensor else None
                     source = self._here(item.a) if kept is None else kept
                     a[at : at + item.a.shape[0]].copy_(source, non_blocking=True)
                     flight.held.append(source)
                     at += item.a.shape[0]
-            b = self._arrive(first.b)
-            c = None if first.c is None else self._arrive(first.c)
-            bias = None if first.bias is None else self._arrive(first.bias)
+            b = self._arrive(flight, first.b)
+            c = None if first.c is None else self._arrive(flight, first.c)
+            bias = None if first.bias is None else self._arrive(flight, first.bias)
             if len(items) == 1 and self._lent.on_device(first.out.region):
                 d = self._here(first.out)
             else:
@@ -383,13 +387,19 @@ class CudaDriver:
                     self._here(item.out).copy_(rows, non_blocking=True)
                 at += len(rows)
 
-    def _arrive(self, operand: Operand) -> Any:
+    def _copies_in(self, flight: _Flight) -> None:
+        """The first copy of a batch is about to be queued."""
+        if "begun" not in flight.marks:
+            self._mark(flight, "begun", self._in)
+
+    def _arrive(self, flight: _Flight, operand: Operand) -> Any:
         """An operand in device memory: kept there already, or copied now (and kept, if it is stored)."""
         if self._lent.on_device(operand.region):
             return self._here(operand)
         kept = self._cache.get(operand.tensor) if operand.tensor else None
         if kept is not None:
             return kept
+        self._copies_in(flight)
         moved = self._torch.empty(operand.shape, dtype=self._types[operand.dtype], device=self._place)
         moved.copy_(self._here(operand), non_blocking=True)
         if operand.tensor:
@@ -433,7 +443,7 @@ class CudaDriver:
                     item.id, ItemDone(item.id, "", "", variant, reason, run.choice.why, kept)
                 )
         seconds = {
-            "copy_in": marks["begun"].elapsed_time(marks["arrived"]) / 1e3,
+            "copy_in": marks["begun"].elapsed_time(marks["arrived"]) / 1e3 if "begun" in marks else 0.0,
             "kernel": sum(busy.values()),
             "copy_out": marks["computed"].elapsed_time(marks["left"]) / 1e3,
         }
@@ -521,6 +531,7 @@ class CudaDriver:
         """A stored tensor that is in the arena too, from wherever it is nearest."""
         with self._lock:
             kept = self._cache.get(operand.tensor)
+            self._back.wait_stream(self._in)  # it may be on its way
         return self._loans.lend(self._here(operand) if kept is None else kept)
 
     def _detail(self, name: str) -> str:

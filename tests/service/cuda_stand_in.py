@@ -57,6 +57,8 @@ class Stream:
 
     def wait_event(self, event: Any) -> None: ...
 
+    def wait_stream(self, stream: Any) -> None: ...
+
     def synchronize(self) -> None:
         if Stream.hung:
             threading.Event().wait()
