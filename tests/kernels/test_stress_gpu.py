@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -59,3 +61,56 @@ def test_a_thousand_seeds_leave_the_same_bits() -> None:
         end.synchronize()
         assert int(differ) == 0, f"{name}: {int(differ)} of {SEEDS} seeds left other bits"
         assert begin.elapsed_time(end) / SEEDS > 0.02, f"{name}: nothing was delayed on {device.name}"
+
+
+@pytest.mark.parametrize("step", [7, 8])
+def test_steps_with_a_producer_of_their_own_leave_the_same_bits_too(step: int) -> None:
+    """Delays are put into the compiled PTX here; the driver compiles it, the function's own host code launches it.
+
+    The stand-in for the CUDA runtime must come first in a process, so this runs in one of its own.
+    """
+    if not stressed():
+        pytest.skip("needs sm_90 and python -m kernels build --arch sm_90a")
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(step), str(SEEDS)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["0", "of", str(SEEDS)]
+
+
+CHILD = """
+import ctypes, sys
+from pathlib import Path
+import torch
+from benchmarks.planted import Driver, case_kernel
+from kernels.libraries import Libraries
+from kernels.virtual import mutants
+from kernels.virtual.jitter import SEED, delayed
+
+torch.zeros(1, device="cuda")
+driver = Driver()
+case = mutants.case_of("sm_90a", int(sys.argv[1]))
+libraries = Libraries("sm_90a", stand_in=Path(driver.path))
+function = libraries.load(case.function)
+driver.text = delayed(libraries.path(case.function, "ptx").read_text())
+driver.function(case_kernel(driver.text))
+place, size = ctypes.c_void_p(), ctypes.c_size_t()
+module = driver._modules[driver.text]
+assert driver.cuda.cuModuleGetGlobal_v2(ctypes.byref(place), ctypes.byref(size), module, SEED.encode()) == 0
+p = case.problem
+a, b = (torch.randn(rows, p.k, device="cuda").half() for rows in (p.m, p.n))
+d, want = (torch.empty(p.m, p.n, device="cuda", dtype=torch.float16) for _ in range(2))
+differ = 0
+for seed in range(int(sys.argv[2]) + 1):
+    value = ctypes.c_uint32(seed)
+    torch.cuda.synchronize()
+    assert driver.cuda.cuMemcpyHtoD_v2(place, ctypes.byref(value), ctypes.c_size_t(4)) == 0
+    out = d if seed else want
+    out.fill_(float("nan"))
+    function(a, b, out, 4)
+    if seed:
+        differ += int((d != want).any())
+exact = (a.double() @ b.double().T)
+assert bool(((want.double() - exact).abs() <= 0.05).all())
+print(differ, "of", sys.argv[2])
+"""
