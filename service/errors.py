@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,10 @@ CODES: dict[str, tuple[int, str]] = {
     "deadline": (504, "The deadline passed before the work was done"),
     "no_room": (507, "There is no room"),
 }
+
+
+#: What the system says when it has no more descriptors, memory or processes for us.
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 
 class ServiceError(Exception):
@@ -99,3 +104,11 @@ def at_stage(stage: str) -> Iterator[None]:
     except ServiceError as refusal:
         refusal.stage = refusal.stage or stage
         raise
+
+
+def short(error: BaseException) -> ServiceError | None:
+    """The refusal where the system is short of something that others may give back soon."""
+    if isinstance(error, OSError) and error.errno in _SHORT:
+        detail = f"the system has nothing left for this now ({error.strerror})"
+        return ServiceError("no_room", detail, retry_after=1.0)
+    return None

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from service.errors import ServiceError
+from service.errors import ServiceError, short
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -31,6 +31,8 @@ class FolderBroken(OSError):
 
 def refusal(error: OSError | sqlite3.Error) -> ServiceError:
     """What a client is told when the disk refuses: no room, or can't be written."""
+    if (soon := short(error)) is not None:
+        return soon
     if isinstance(error, OSError):
         if error.errno in _FULL:
             return ServiceError("no_room", f"the data folder's disk is full ({error.strerror})")

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from service import logs
-from service.errors import CODES, ServiceError
+from service.errors import CODES, ServiceError, short
 from service.inference.errors import status_of
 from service.keys import ANONYMOUS, Keys, Principal
 from service.settings import Settings, SettingsError
@@ -269,6 +269,8 @@ def translate(error: Exception) -> ServiceError:
     """The refusal that an exception stands for: ours, the framework's, or one that nobody foresaw."""
     if isinstance(error, ServiceError):
         return error
+    if (soon := short(error)) is not None:
+        return soon
     status = getattr(error, "status_code", None)
     if isinstance(status, int):
         return _from_status(status, getattr(error, "detail", ""), getattr(error, "headers", None))

@@ -165,28 +165,17 @@ class Handle:
 
     async def _life(self) -> int:
         """One process from start to end; returns its exit status (negative: the signal)."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         self._reason = "start_failed"
-        self._descriptors, their_descriptors = descriptor_pair()
-        with theirs, their_descriptors:
-            command = [
-                *[sys.executable, "-P", "-m", "service.worker", "--link", str(theirs.fileno())],
-                *["--descriptors", str(their_descriptors.fileno())],
-                *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size)],
-                *["--index", str(self.place.index), *self.arguments],
-            ]
-            process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(), their_descriptors.fileno(), self.arena.fd),
-                env={**_environment(), **dict(self.place.environ)},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        try:
+            process, ours, pidfd = self._spawn()
+        except OSError as error:
+            # No descriptor, process or memory is to be had now; soon there may be.
+            log.error("worker %d can't be started: %s", self.index, error)
+            self._end(EXIT_CANNOT_START)
+            return EXIT_CANNOT_START
         self._process = process
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
-        pidfd = os.pidfd_open(process.pid)
         loop.add_reader(pidfd, ended.set)
         link = self._link = FrontLink(self._received, lambda: None)
         try:
@@ -201,6 +190,37 @@ class Handle:
             link.close()
             self._end(status)
         return status
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+        """A process, our end of the link to it, and a descriptor that tells its end. OSError leaves nothing behind."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            undo.callback(ours.close)
+            with theirs:
+                self._descriptors, their_descriptors = descriptor_pair()
+                with their_descriptors:
+                    process = self._popen(theirs.fileno(), their_descriptors.fileno())
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
+        return process, ours, pidfd
+
+    def _popen(self, link: int, descriptors: int) -> subprocess.Popen[bytes]:
+        command = [
+            *[sys.executable, "-P", "-m", "service.worker", "--link", str(link)],
+            *["--descriptors", str(descriptors)],
+            *["--arena", str(self.arena.fd), "--arena-bytes", str(self.arena.size)],
+            *["--index", str(self.place.index), *self.arguments],
+        ]
+        return subprocess.Popen(
+            command,
+            pass_fds=(link, descriptors, self.arena.fd),
+            env={**_environment(), **dict(self.place.environ)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     async def _watch(self, ended: asyncio.Event) -> None:
         """Ping until the process ends; kill it when it doesn't answer or a batch outlasts its limit."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from tests.service.real import Service, raw, result, running
@@ -169,3 +170,26 @@ def test_noise_is_400_and_the_service_goes_on(service: Service) -> None:
                     data += piece
             assert data == b"" or data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
     assert service.is_ready()
+
+
+def test_connections_beyond_all_descriptors_end_and_the_service_goes_on(tmp_path: Path) -> None:
+    few = ("sh", "-c", 'ulimit -n 128; exec "$0" "$@"')
+    with (
+        running(tmp_path / "data", "--header-seconds", "30", under=few) as service,
+        contextlib.ExitStack() as held,
+    ):
+        service.ready()
+        for _ in range(300):
+            held.enter_context(connect(service))
+        front = psutil.Process(service.process.pid)
+        service.until(lambda: front.num_fds() >= 128, what="all descriptors are taken")
+        assert service.gemm(A, B).status_code == 200, "a connection that was there is served"
+        put = service.put("w", B)
+        assert (put.status_code, put.json().get("code")) in ((201, None), (507, "no_room"))
+        service.worker().kill()
+        service.until(lambda: "can't be started" in service.output, what="no descriptors for a worker")
+        assert service.http.get("/health/ready").status_code == 503
+        held.close()
+        service.ready()
+        assert service.put("w", B).status_code in (200, 201)
+        np.testing.assert_allclose(result(service.gemm(A, "w")), A @ B, atol=1e-4)
