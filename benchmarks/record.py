@@ -34,12 +34,14 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit measured: from git, or GEMM_COMMIT where no checkout is; "+" marks uncommitted changes."""
+    """The commit measured: GEMM_COMMIT, for a tree carried elsewhere, else git's; "+" marks uncommitted changes."""
+    if named := os.environ.get("GEMM_COMMIT"):
+        return named
     try:
         run = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--abbrev=40", "--dirty=+"]
         return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GEMM_COMMIT", "unknown")
+        return "unknown"
 
 
 def cpu_machine() -> dict[str, Any]:

@@ -55,4 +55,4 @@ def _commit() -> str:
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GEMM_COMMIT", "unknown")
+        return "unknown"
