@@ -49,8 +49,7 @@ def suite() -> list[str]:
         f"better of cuBLAS and cuBLASLt in the same run): {means['sustained']:.2f} × its speed sustained and "
         f"{means['burst']:.2f} × in bursts, as geometric means ({even_mean:.2f} × without the ragged {odd}); the least "
         f"{least['ratio']:.2f} × ({_shape(least)}); 4096³ at {square['ratio']:.2f} ×, {square['tflops']:.0f} TFLOP/s. "
-        f"Measured at commit {document['commit'][:7]}; what changed in Step 9 since is told in "
-        "[kernels/README.md](kernels/README.md). [suite.json](benchmarks/results/h200/suite.json)"
+        f"Measured at commit {document['commit'][:7]}. [suite.json](benchmarks/results/h200/suite.json)"
     ]
 
 
