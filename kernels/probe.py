@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gemm.kernels")
 
-LIMIT_SECONDS = 8.0  # a variant: all its functions on small problems take under a second
+LIMIT_SECONDS = (
+    8.0  # of silence: a child says that it is alive after each product, which takes the host longer
+)
 START_SECONDS = 60.0  # importing torch and opening a context on a cold machine
 GPU = "kernels.probe:gpu"
+ALIVE = b"alive"  # a line of a child between outcomes
 WAITING = "its self-test has not ended yet"
 
 Tester = Callable[[str], "Outcome"]
@@ -69,7 +72,10 @@ def probe(
     start: float = START_SECONDS,
     on_outcome: Callable[[Outcome], None] = lambda _: None,
 ) -> dict[str, Outcome]:
-    """Test variants one after the other; `limit` seconds each. `on_outcome` is called as each ends."""
+    """Test variants one after the other; a child that says nothing for `limit` seconds hangs in one.
+
+    `on_outcome` is called as each ends.
+    """
     outcomes: dict[str, Outcome] = {}
     waiting = list(names)
     while waiting:
@@ -109,6 +115,8 @@ def _outcomes(
     ready = lines(start)
     for name in names:
         line = lines(limit) if ready else ready
+        while line == ALIVE:
+            line = lines(limit)
         if line is None:
             waited = limit if ready else start
             yield Outcome(name, Ended.HANG, f"no answer within {waited:g} s")
@@ -148,6 +156,11 @@ def _lines(stream: IO[bytes]) -> Callable[[float], bytes | None]:
     return read
 
 
+def alive() -> None:
+    """Of a child: tell that its device still answers."""
+    print(ALIVE.decode(), flush=True)
+
+
 def gpu(index: int) -> Tester:
     """The tester of own variants and of cuBLAS on GPU `index`."""
     from kernels import selftest
@@ -158,12 +171,13 @@ def gpu(index: int) -> Tester:
 
     def test(name: str) -> Outcome:
         variant = by_name[name]
-        because = selftest.everything(runtime, variant)
+        because = selftest.everything(runtime, variant, alive=alive)
         if because is not None:
             return Outcome(name, Ended.WRONG, because)
         kind = selftest.bits_problem()
         order = variant.order(kind)
         like = next(each for each in runtime.variants if each.order(kind) == order)
+        alive()
         because = None if order is None else selftest.bits_differ(runtime, variant, like)
         return Outcome(name, Ended.RIGHT if because is None else Ended.BITS, because or "")
 

@@ -7,7 +7,7 @@ for; and do rows keep their bits alone, stacked, and from one variant to another
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,10 @@ def kinds() -> Iterator[Problem]:
             yield Problem(1, 1, 1, dtype=dtype, out_dtype=out_dtype, trans_a=trans_a, trans_b=trans_b)
 
 
-def everything(runtime: Runtime, variant: Variant) -> str | None:
-    """Why any function of the variant that is built is wrong, or None."""
+def everything(
+    runtime: Runtime, variant: Variant, *, alive: Callable[[], object] = lambda: None
+) -> str | None:
+    """Why any function of the variant that is built is wrong, or None. `alive` is called after each product."""
     ran = False
     for kind, aligned in itertools.product(kinds(), (128, 1)):
         # rows that TMA can address, and rows of D that it can't
@@ -55,7 +57,7 @@ def everything(runtime: Runtime, variant: Variant) -> str | None:
         if not _takes(runtime, variant, problem):
             continue
         ran = True
-        because = failure(runtime, variant, problem)
+        because = failure(runtime, variant, problem, alive=alive)
         if because is None and variant in runtime.grouped:
             because = together(runtime, variant, problem)
         if because is not None:
@@ -80,7 +82,9 @@ def together(runtime: Runtime, variant: GroupVariant, kind: Problem) -> str | No
     return None
 
 
-def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
+def failure(
+    runtime: Runtime, variant: Variant, kind: Problem, *, alive: Callable[[], object] = lambda: None
+) -> str | None:
     """Why the variant is wrong for problems of these types, layouts and alignment; None where it is right."""
     ran = False
     for m, n, k, tail, blocks in CASES:
@@ -92,6 +96,7 @@ def failure(runtime: Runtime, variant: Variant, kind: Problem) -> str | None:
             continue
         ran = True
         because = _wrong(runtime, variant, problem, blocks)
+        alive()
         if because is not None:
             return because
     return None if ran else "no problem of the self-test fits it"

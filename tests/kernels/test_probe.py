@@ -16,7 +16,7 @@ SUBJECT = f"{troubled.__module__}:troubled"
 
 
 def test_each_ends_as_it_does_and_the_rest_goes_on() -> None:
-    names = ["fine", "wrong", "aborts", "raises", "hangs", "fine too"]
+    names = ["fine", "wrong", "aborts", "raises", "hangs", "slow", "fine too"]
     seen: list[str] = []
     start = time.monotonic()
     outcomes = probe.probe(
@@ -29,6 +29,7 @@ def test_each_ends_as_it_does_and_the_rest_goes_on() -> None:
         "aborts": Ended.FAULT,
         "raises": Ended.FAULT,
         "hangs": Ended.HANG,
+        "slow": Ended.RIGHT,
         "fine too": Ended.RIGHT,
     }
     assert seen == names
