@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kernels.virtual.machine import Cta, Machine
     from kernels.virtual.warp import Warp
 
+LOCAL_HIGH = 0x7E00_0000
 SHARED_HIGH = 0x7F00_0000  # upper half of generic addresses of shared memory
 
 
@@ -86,6 +87,8 @@ class AccessMixin:
     def _space_of(self, address: Value) -> tuple[str, Value]:
         """The space of a generic address."""
         first = address if isinstance(address, int) else int(address[0])
+        if first >> 32 == LOCAL_HIGH:
+            return "local", address & 0xFFFFFFFF if isinstance(address, int) else address.astype(np.uint32)
         if first >> 32 == SHARED_HIGH:
             return "shared", (first & 0xFFFFFFFF if isinstance(address, int) else address.astype(np.uint32))
         return "global", address
@@ -111,6 +114,55 @@ class AccessMixin:
         space, address = self._space_of(address)
         return self._load(space, address, size, count, mask, sync)
 
+    def load_local(
+        self, address: Value, size: int, count: int, mask: np.ndarray | None = None, sync: bool = False
+    ) -> Any:
+        """ld.local: each lane its own memory."""
+        items = self._local(address, size, count, mask)
+        found = self.warp.local.view(UNSIGNED[size * 8])[np.arange(32)[:, None], items]
+        if count == 1:
+            return np.ascontiguousarray(found[:, 0])
+        return tuple(np.ascontiguousarray(found[:, k]) for k in range(count))
+
+    def _load_local(self, address: Value, size: int, count: int, mask: np.ndarray | None) -> Any:
+        """ld of a generic address; where the compiler takes the result to be the same in all lanes, it has to be."""
+        found = self.load_local(address, size, count, mask)
+        if not isinstance(address, int):
+            return found
+        values = found if count > 1 else (found,)
+        if any((v[self.mask] != v[self.mask][0]).any() for v in values):
+            raise self._bad(
+                "protocol", "a generic load of local memory that differs between lanes is not modelled"
+            )
+        uniform = tuple(int(v[self.mask][0]) for v in values)
+        return uniform if count > 1 else uniform[0]
+
+    def store_local(
+        self,
+        address: Value,
+        size: int,
+        values: tuple[Value, ...],
+        mask: np.ndarray | None = None,
+        sync: bool = False,
+    ) -> None:
+        """st.local."""
+        items = self._local(address, size, len(values), mask)
+        lanes = np.arange(32) if (chosen := self._chosen(mask)) is None else np.flatnonzero(chosen)
+        view = self.warp.local.view(UNSIGNED[size * 8])
+        for k, value in enumerate(values):
+            view[lanes, items[lanes, k]] = value[lanes] if isinstance(value, np.ndarray) else value
+
+    def _local(self, address: Value, size: int, count: int, mask: np.ndarray | None) -> np.ndarray:
+        """Items of a lane's local memory, [lane, count]; of lanes that don't take part the first."""
+        where = np.broadcast_to(np.asarray(address, np.int64), (32,))
+        chosen = self._chosen(mask)
+        where = where if chosen is None else np.where(chosen, where, 0)
+        self._aligned(where, size * count)
+        if (where < 0).any() or (where + size * count > self.warp.local.shape[1]).any():
+            raise self._bad("bounds", f"local memory at {int(where.max()):#x}")
+        items: np.ndarray = where[:, None] // size + np.arange(count)
+        return items
+
     def load_param(self, address: Value, size: int, count: int, mask: Any = None, sync: bool = False) -> Any:
         """ld.param through a register."""
         assert isinstance(address, int)
@@ -123,6 +175,8 @@ class AccessMixin:
         self, space: str, address: Value, size: int, count: int, mask: np.ndarray | None, sync: bool
     ) -> Any:
         width = size * count
+        if space == "local":
+            return self._load_local(address, size, count, mask)
         if self.machine.timing is not None and space == "global":
             self.machine.timing.plain_load(self.warp, self.count)
         if isinstance(address, int):
@@ -189,9 +243,9 @@ class AccessMixin:
         """st."""
         if isinstance(address, np.ndarray) and not self.full:
             first = int(address[np.argmax(self.mask)])
-            space = "shared" if first >> 32 == SHARED_HIGH else "global"
+            space = {SHARED_HIGH: "shared", LOCAL_HIGH: "local"}.get(first >> 32, "global")
             self._store(
-                space, address.astype(np.uint32) if space == "shared" else address, size, values, mask, sync
+                space, address if space == "global" else address.astype(np.uint32), size, values, mask, sync
             )
             return
         space, address = self._space_of(address)
@@ -209,6 +263,9 @@ class AccessMixin:
         count = len(values)
         width = size * count
         dtype = UNSIGNED[size * 8]
+        if space == "local":
+            self.store_local(address, size, values, mask)
+            return
         self.machine.progress += space == "global" or sync
         chosen = self._chosen(mask)
         if isinstance(address, int):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kernels.virtual.emit import MASK, Emit, Unknown
+from kernels.virtual.lanes import NARROW
 from kernels.virtual.ptx import SINK, Imm, Instr, Operand, Pair, Reg, Vec
 
 Handler = Callable[[Emit, Instr], None]
@@ -408,6 +409,9 @@ def _cvt(e: Emit, i: Instr) -> None:
     target, source = i.parts[-2], i.parts[-1]
     d, *values = i.args
     vec = e.is_vec(*values)
+    if target in NARROW and source == "f32" and {"rn", "satfinite"} <= set(i.parts):
+        e.set(d, f"pack_narrow({target!r}, {e.u(values[0], 32)}, {e.u(values[1], 32)})", vec)
+        return
     known = {"cvt", "rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", target, source}
     if not set(i.parts) <= known:
         raise Unknown(i)
@@ -456,8 +460,9 @@ def _cvta(e: Emit, i: Instr) -> None:
     bits = bits_of(i.parts[-1])
     d, a = i.args[:2]
     text = e.u(a, bits)
-    if "shared" in i.parts:
-        text = f"({text} & 0xffffffff)" if "to" in i.parts else f"({text} | SHARED_WINDOW)"
+    for space in ("shared", "local"):
+        if space in i.parts:
+            text = f"({text} & 0xffffffff)" if "to" in i.parts else f"({text} | {space.upper()}_WINDOW)"
     e.set(d, text, e.is_vec(a))
 
 

@@ -227,13 +227,16 @@ class CopyMixin:
                 self.note(span.with_shadow(), place, issue, write=True)
             self.machine.complete(barrier, nbytes, issue.clock, issue.who)
 
-    def note(self, shadow: Any, place: Any, issue: Issue, *, write: bool) -> None:
-        """Tell the detector of an asynchronous access."""
+    def note(self, shadow: Any, place: Any, issue: Issue, *, write: bool, same: bool = False) -> bool:
+        """Tell the detector of an asynchronous access; whether it only repeats another's write (see there)."""
         detector = self.machine.detector
         if detector is None:
-            return
+            return False
         number = detector.access(issue.node, issue.at, False, issue.who, issue.where)
-        (detector.write if write else detector.read)(shadow, place, number, issue.clock)
+        if write:
+            return detector.write(shadow, place, number, issue.clock, same=same)
+        detector.read(shadow, place, number, issue.clock)
+        return False
 
     def tma_store(self, address: Any, coordinates: tuple[Any, ...], src: Any, op: str | None) -> None:
         """cp.async.bulk.tensor and cp.reduce.async.bulk.tensor, shared to global."""
@@ -255,6 +258,9 @@ class CopyMixin:
             ]
             outer, inner = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
             array, whole = group._tensor(found)
+            same = op is None and bool(
+                np.array_equal(array[outer].view(np.uint8), block[inner].view(np.uint8))
+            )
             if op is None:
                 array[outer] = block[inner]
             else:
@@ -269,7 +275,9 @@ class CopyMixin:
                 group.note(span.with_shadow(), place, store.read, write=False)
                 if array[outer].size and op is None:
                     shadow, granules = group._shadow_box(found, whole, outer)
-                    group.note(shadow, granules, store.write, write=True)
+                    if group.note(shadow, granules, store.write, write=True, same=same):
+                        text = "several warps store the same bytes to the same place, in no order"
+                        group.machine.lint(store.write.at, text)
             self._ended(store)
 
         self.machine.submit(run, "TMA", store.write, ("store", found.box_bytes))

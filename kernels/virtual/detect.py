@@ -73,7 +73,6 @@ class Detector:
         self.sets: list[frozenset[int]] = [frozenset()]
         self.set_numbers: dict[frozenset[int], int] = {frozenset(): 0}
         self.findings: dict[tuple[str, str, str], Finding] = {}
-        self.frees: set[int] = set()  # accesses that freed memory
 
     def node(self) -> int:
         """Number of a new node."""
@@ -106,28 +105,38 @@ class Detector:
                 new[before == each] = self._with_reader(each, number, clock)
             shadow.readers[place] = new
 
-    def write(self, shadow: Shadow, place: Place, number: int, clock: Clock) -> None:
-        """A write: the last writer and all readers since must be known to the writer."""
+    def write(self, shadow: Shadow, place: Place, number: int, clock: Clock, *, same: bool = False) -> bool:
+        """A write: the last writer and all readers since must be known to the writer.
+
+        `same`: it leaves what was there; the same instruction of another warp may have written that without an
+        order (true is handed back).
+        """
+        again = False
         for writer in _distinct(shadow.writer[place]):
             if writer and writer != number:
+                if same and not self._known(writer, clock[0]) and self._alike(writer, number):
+                    again = True
+                    continue
                 self._ordered(shadow, place, writer, number, clock, "writes", "writes")
         for each in _distinct(shadow.readers[place]):
             for reader in self.sets[each]:
                 self._ordered(shadow, place, reader, number, clock, "reads", "writes")
         shadow.writer[place] = number
         shadow.readers[place] = 0
+        return again
 
-    def free(self, shadow: Shadow, place: Place, number: int, clock: Clock) -> None:
-        """Memory is given back: who used it must be known. The other CTA of a pair may free it as well."""
-        for writer in _distinct(shadow.writer[place]):
-            if writer and writer not in self.frees:
-                self._ordered(shadow, place, writer, number, clock, "writes", "frees")
-        for each in _distinct(shadow.readers[place]):
-            for reader in self.sets[each]:
-                self._ordered(shadow, place, reader, number, clock, "reads", "frees")
-        self.frees.add(number)
-        shadow.writer[place] = number
-        shadow.readers[place] = 0
+    def _alike(self, first: int, second: int) -> bool:
+        a, b = self.accesses[first], self.accesses[second]
+        return a is not None and b is not None and a.where == b.where
+
+    def users(self, shadow: Shadow, place: Place) -> list[int]:
+        """Numbers of the accesses that memory remembers."""
+        numbers = {w for w in _distinct(shadow.writer[place]) if w}
+        return sorted(numbers.union(*(self.sets[each] for each in _distinct(shadow.readers[place]))))
+
+    def known(self, number: int, clock: Clock) -> bool:
+        """Whether an access is known to be over."""
+        return self._known(number, clock[0])
 
     def _with_reader(self, old: int, number: int, clock: Clock) -> int:
         """The set with one reader more, without those that the new one follows."""

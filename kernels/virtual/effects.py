@@ -77,7 +77,7 @@ def _load(e: Emit, i: Instr) -> None:
         call = f"w.cta.params[{index}].read({mem.offset}, {size}, {count})"
         vec = False
     else:
-        vec = e.is_vec(mem.base)
+        vec = e.is_vec(mem.base) or space == "local"
         where = address(e, mem, 32 if space == "shared" else 64)
         sync = ", sync=True" if _is_sync(i) else ""
         call = f"w.load_{space}({where}, {size}, {count}{_mask(e)}{sync})"
@@ -194,10 +194,15 @@ def _vote(e: Emit, i: Instr) -> None:
 @handles("redux")
 def _redux(e: Emit, i: Instr) -> None:
     dst, a, members = i.args
-    if i.parts[-1] not in ("s32", "u32", "b32"):
-        raise Unknown(i)
+    kind = i.parts[-1]
     suspend(e, i, f"w.together({e.u(members, 32)})")
-    e.set(dst, f"w.reduce({i.parts[2]!r}, {e.u(a, 32)}, {i.parts[-1] == 's32'})", False)
+    if kind == "f32" and i.parts[2] in ("min", "max"):
+        call = f"w.reduce_float({i.parts[2]!r}, {e.u(a, 32)}, {'abs' in i.parts}, {'NaN' in i.parts})"
+    elif kind in ("s32", "u32", "b32"):
+        call = f"w.reduce({i.parts[2]!r}, {e.u(a, 32)}, {kind == 's32'})"
+    else:
+        raise Unknown(i)
+    e.set(dst, call, False)
 
 
 @handles("activemask")

@@ -30,6 +30,8 @@ class Layout:
     shared: dict[str, int] = field(default_factory=dict)
     params: dict[str, int] = field(default_factory=dict)
     globals: dict[str, int] = field(default_factory=dict)
+    local: dict[str, int] = field(default_factory=dict)
+    local_bytes: int = 0  # a thread
 
 
 _SPECIAL = {
@@ -137,6 +139,8 @@ class Emit:
             return f"(w.cta.window + {self.layout.shared[symbol]})"
         if symbol in self.layout.params:
             return f"w.cta.params[{self.layout.params[symbol]}].address"
+        if symbol in self.layout.local:
+            return str(self.layout.local[symbol])
         if symbol in self.layout.globals:
             return str(self.layout.globals[symbol])
         raise PtxError(f"symbol {symbol}")

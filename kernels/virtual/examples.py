@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kernels.virtual import results
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_script(path: Path) -> bool:
-    return "__main__" in path.read_text()
+    return path.name[0].isdigit() or "__main__" in path.read_text()  # numbered ones run from the top
 
 
 def _run(path: Path, name: str) -> dict[str, Any]:
@@ -189,6 +190,9 @@ def _fake_cuda() -> None:
     cuda.get_device_capability = lambda *_, **__: capability
     cuda.get_device_name = lambda *_, **__: "virtual GPU"
     cuda.device_count = lambda: 1
+    cuda.get_device_properties = lambda *_: SimpleNamespace(
+        name="virtual GPU", major=capability[0], minor=capability[1], multi_processor_count=8
+    )
     cuda.current_device = lambda: 0
     cuda.set_device = lambda *_: None
     stream = type("Stream", (), {"cuda_stream": 0, "synchronize": lambda self: None})
@@ -215,6 +219,10 @@ def _fake_driver() -> None:
 
     fine = driver.CUresult.CUDA_SUCCESS
     driver.cuInit = lambda *_: (fine,)
+    driver.cuDriverGetVersion = lambda: (fine, 13_000)
+    driver.cuCtxCreate = lambda *_: (fine, driver.CUcontext(1))
+    for name in ("cuCtxSetCurrent", "cuCtxSynchronize", "cuCtxDestroy", "cuStreamSynchronize"):
+        setattr(driver, name, lambda *_: (fine,))
     driver.cuDeviceGetCount = lambda: (fine, 1)
     driver.cuDeviceGet = lambda n: (fine, n)
 

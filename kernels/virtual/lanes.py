@@ -270,6 +270,25 @@ def pack_f16x2(hi: Value, lo: Value) -> Value:
     return out.view(u32).reshape(32)
 
 
+# Two to a register: the type, and the largest finite number, to which .satfinite clamps.
+NARROW: dict[str, tuple[Any, float]] = {
+    "e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0),
+    "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0),
+}
+
+
+def pack_narrow(kind: str, hi: Value, lo: Value) -> Value:
+    """cvt.rn.satfinite of two fp32 to fp8, packed in 16 bits; NaN is 0x7f."""
+    dtype, largest = NARROW[kind]
+    bits = np.empty((32, 2), u32)
+    bits[:, 0], bits[:, 1] = lo, hi
+    values = bits.view(f32)
+    narrow = np.clip(values, -largest, largest).astype(dtype).view(np.uint8)
+    narrow = np.where(np.isnan(values), np.uint8(0x7F), narrow)
+    words = np.ascontiguousarray(narrow).view(u16).reshape(32)
+    return words if isinstance(hi, np.ndarray) or isinstance(lo, np.ndarray) else int(words[0])
+
+
 def _round16(x: int) -> Any:
     return u32(x).view(f32).astype(f16).view(u16)
 

@@ -130,11 +130,14 @@ class Cta:
         self.watched: dict[str, tuple[Meeting, int]] = {}
         self.gone = False
         self.touched: dict[int, tuple[str, str]] = {}  # accesses from other CTAs: node, who and where
+        self.signals: dict[int, Issue] = {}  # commits from other CTAs, by the nodes of their signals
         self.known = 0  # nodes that warps knew to be over when they exited
         self.relinquished = False
         self.tmem = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
         self.tmem_used = np.zeros(COLUMNS, bool)
         self.tmem_blocks: dict[int, int] = {}
+        self.tmem_users: list[int] = []  # accesses that were remembered when it was freed
+        self.freed_from: int | None = None  # where the other CTA of a pair has freed it
         self._tmem_shadow: Shadow | None = None
         self.register_waits: dict[int, dict[int, int]] = {}
         threads = int(np.prod(launch.block))
@@ -213,6 +216,13 @@ class Cta:
                 f"CTA {self.label} exits, and nothing orders that after {who} at {where}, which reaches it "
                 f"from another CTA (one of {len(unknown)})",
             )
+        for node, issue in self.signals.items():
+            if self.machine.detector is not None and not self.known >> node & 1:
+                text = (
+                    f"{issue.who.partition(' of ')[0]} to another CTA that exits without a wait for it: only a later "
+                    f"signal of the same thread says that it has arrived"
+                )
+                self.machine.lint(issue.at, text)
         for barrier in self.mbarriers.values():
             if barrier.bytes > 0:
                 self.machine.find("barrier", f"CTA {self.label} exits while {barrier} waits for bytes")

@@ -111,7 +111,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable in shared or global memory; size 0 for the dynamic shared array."""
+    """A variable in shared, global or local memory; size 0 for the dynamic shared array."""
 
     name: str
     space: str
@@ -130,6 +130,7 @@ class Kernel:
     body: list[Instr | Label] = field(default_factory=list)
     regs: dict[str, str] = field(default_factory=dict)
     shared: list[Variable] = field(default_factory=list)
+    local: list[Variable] = field(default_factory=list)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -241,7 +242,7 @@ _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+")
 _LABEL = re.compile(r"\s*([A-Za-z_$][\w$]*):(?!:)\s*")
 _REG_DECL = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _VARIABLE = re.compile(
-    r"(?:\.(?:visible|weak)\s+)?(\.extern\s+)?\.(shared|global|const)\s+(?:\.align\s+(\d+)\s+)?"
+    r"(?:\.(?:visible|weak)\s+)?(\.extern\s+)?\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?"
     r"\.[a-z](\d+)\s+([\w$]+)\s*(\[\s*(\d*)\s*\])?\s*(?:=\s*(.*))?",
     re.S,
 )
@@ -385,9 +386,7 @@ class _Body:
         self.kernel.body.append(_instruction(text, line, self.source, self.names))
 
     def _directive(self, text: str) -> None:
-        if text.startswith(".local"):
-            raise PtxError("directive .local: local memory (a spill or an indexed array) is not modelled")
-        if text.startswith(".loc"):
+        if re.match(r"\.loc\s", text):
             number, row = text.split()[1:3]
             self.source = Source(self.files.get(int(number), "?"), int(row)) if int(row) else self.source
         elif (match := _REG_DECL.match(text)) is not None:
@@ -395,7 +394,8 @@ class _Body:
                 for name in _declared(match.group(2)):
                     self.kernel.regs[name] = match.group(1)
         elif (match := _VARIABLE.match(text)) is not None:
-            self.kernel.shared.append(_variable(match))
+            variable = _variable(match)
+            (self.kernel.local if variable.space == "local" else self.kernel.shared).append(variable)
         elif not text.startswith((".pragma", ".maxnreg", ".noreturn")):
             raise PtxError(f"directive {text.split(maxsplit=1)[0]}")
 

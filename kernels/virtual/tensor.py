@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LANES, COLUMNS = 128, 512  # of a CTA's tensor memory, in words of four bytes
 K_BYTES = 32  # bytes of K that one instruction consumes
+_FREES = "frees columns of a pair, and nothing orders that after what the other CTA does with them"
 _SPAN_100 = {0: 0, 2: 128, 4: 64, 6: 32}
 _SPAN_90 = {0: 0, 1: 128, 2: 64, 3: 32}
 _F16_TYPES = {0: np.float16, 1: ml_dtypes.bfloat16}
@@ -86,7 +87,7 @@ class TensorMixin:
         def where(self) -> str: ...
         def fault(self, kind: str, text: str) -> Fault: ...
         def issue(self, what: str) -> Issue: ...
-        def note(self, shadow: Any, place: Any, issue: Issue, *, write: bool) -> None: ...
+        def note(self, shadow: Any, place: Any, issue: Issue, *, write: bool) -> bool: ...
         def shared_span(self, address: int, size: int) -> tuple[Span, int]: ...
         def _mbarrier(self, address: Any) -> MBarrier: ...
         def _one(self, value: Any) -> int: ...
@@ -112,7 +113,7 @@ class TensorMixin:
         return False
 
     def tc_dealloc(self, address: int, columns: int, pair: int) -> bool:
-        """tcgen05.dealloc. That of a pair (cta_group::2) frees in both CTAs: neither may use it any more."""
+        """tcgen05.dealloc. That of a pair (cta_group::2) is for both CTAs: neither should use it any more."""
         first = self._one(address) & 0xFFFF
         if self.cta.tmem_blocks.get(first) != columns:
             raise self.fault(
@@ -122,13 +123,24 @@ class TensorMixin:
         if detector is not None:
             number = detector.access(self.warp.node, self.at, False, str(self.warp), self.where())
             place = (slice(None), slice(first, first + columns))
-            peer = self.cta.cluster.member(self.cta.rank ^ 1) if pair == 2 else None
-            for cta in [self.cta] if peer is None or peer.gone else [self.cta, peer]:
-                detector.free(cta.tmem_shadow(), place, number, self.warp.clock)
+            self.cta.tmem_users = detector.users(self.cta.tmem_shadow(), place)
+            detector.write(self.cta.tmem_shadow(), place, number, self.warp.clock)
+            if pair == 2:
+                self._free_of_pair(place)
         self.cta.tmem_used[first : first + columns] = False
         del self.cta.tmem_blocks[first]
         self.machine.wake(self.cta)
         return True
+
+    def _free_of_pair(self, place: Any) -> None:
+        """A lint where the other CTA's uses of its memory are not known to be over: before this, or still to come."""
+        detector, peer = self.machine.detector, self.cta.cluster.member(self.cta.rank ^ 1)
+        if detector is None or peer is None:
+            return
+        users = peer.tmem_users or detector.users(peer.tmem_shadow(), place)
+        if any(not detector.known(number, self.warp.clock) for number in users):
+            self.machine.lint(self.at, _FREES)
+        peer.freed_from = self.at
 
     def tc_relinquish(self) -> None:
         """tcgen05.relinquish_alloc_permit."""
@@ -184,6 +196,8 @@ class TensorMixin:
         detector = self.machine.detector
         if detector is None:
             return
+        if self.cta.freed_from is not None:
+            self.machine.lint(self.cta.freed_from, _FREES)
         warp = self.warp
         if self.machine.program.unwaited:  # a lint; the compiler is taken to wait before the first use
             number = detector.access(warp.node, self.at, False, str(warp), self.where())
@@ -217,20 +231,15 @@ class TensorMixin:
 
     # --- tcgen05.mma ------------------------------------------------------------------------------
 
-    def _queue(self, what: str, *, orders: bool = True) -> tuple[Issue, Any]:
-        """A place in the issuing thread's queue: what it issued before comes first.
-
-        A commit's signal is on its way when the next commit sends its own: the one doesn't order the other
-        (`orders` is False).
-        """
+    def _queue(self, what: str) -> tuple[Issue, Any]:
+        """A place in the issuing thread's queue: what it issued before comes first."""
         if self.lanes != 1:
             raise self.fault("protocol", f"{what} by {self.lanes} lanes at once; one thread issues it")
         key = (self.cta.label, self.warp.index, self.leader)
         issue = self.issue(what)
         if self.machine.detector is not None:
             before = self.warp.tc_nodes.get(self.leader, 0)
-            if orders:
-                self.warp.tc_nodes[self.leader] = before | 1 << issue.node
+            self.warp.tc_nodes[self.leader] = before | 1 << issue.node
             issue.clock = (issue.clock[0] | before, issue.clock[1])
         return issue, key
 
@@ -315,6 +324,8 @@ class TensorMixin:
         else:
             tmem[lanes] = rows
         if self.machine.detector is not None:
+            if cta.freed_from is not None:
+                self.machine.lint(cta.freed_from, _FREES)
             place = (slice(None), slice(column, column + columns))
             self.note(cta.tmem_shadow(), place, issue, write=True)
 
@@ -360,13 +371,19 @@ class TensorMixin:
         return out
 
     def tc_commit(self, address: Any, mask: Any, pair: int) -> None:
-        """tcgen05.commit: an arrival once all that this thread has issued is done."""
+        """tcgen05.commit: an arrival once all that this thread has issued is done.
+
+        The signal is under way when the thread's next commit sends its own, so it has a node of its own, which
+        only who waits for this very barrier knows.
+        """
         address = self._one(address)
-        issue, key = self._queue("tcgen05.commit", orders=False)
+        issue, key = self._queue("tcgen05.commit")
         ranks = [r for r in range(16) if self._one(mask) >> r & 1] if mask is not None else [address >> 24]
         for rank in ranks:
             self.shared_span(rank << 24 | address & 0xFFFFFF, 8)
         group = self
+        detector = self.machine.detector
+        signal = 0 if detector is None else detector.node()
 
         def run() -> None:
             for rank in ranks:
@@ -377,12 +394,14 @@ class TensorMixin:
                     )
                 if cta is not group.cta:
                     cta.touch(issue.node, issue.who, issue.where)
+                    cta.signals.setdefault(signal, issue)
                 barrier = cta.mbarriers.get(address & 0xFFFFFF)
                 if barrier is None:
                     raise Fault(
                         "barrier", f"{issue.who} at {issue.where}: no mbarrier at {address & 0xFFFFFF:#x}"
                     )
-                group.machine.arrive(barrier, 1, issue.clock, f"{issue.who} at {issue.where}")
+                clock = issue.clock if detector is None else (issue.clock[0] | 1 << signal, issue.clock[1])
+                group.machine.arrive(barrier, 1, clock, f"{issue.who} at {issue.where}")
 
         self.machine.submit(run, "tensor core", issue, ("commit",), key)
 

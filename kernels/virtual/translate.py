@@ -20,6 +20,7 @@ from kernels.virtual.handlers import HANDLERS
 from kernels.virtual.ptx import Instr, Kernel, Module, Sym
 
 SHARED_WINDOW = 0x7F00_0000_0000_0000  # generic addresses of shared memory start here
+LOCAL_WINDOW = 0x7E00_0000_0000_0000
 STATIC_BASE = 1024  # the hardware keeps the first KiB of a CTA's window to itself
 
 BlockFunction = Callable[[Any, list[Any]], int]
@@ -108,6 +109,7 @@ def _namespace() -> dict[str, Any]:
     names.update(
         np=np,
         SHARED_WINDOW=SHARED_WINDOW,
+        LOCAL_WINDOW=LOCAL_WINDOW,
         LANEMASK_EQ=np.uint32(1) << lane,
         LANEMASK_LT=(np.uint32(1) << lane) - np.uint32(1),
         LANEMASK_LE=((np.uint64(2) << lane.astype(np.uint64)) - np.uint64(1)).astype(np.uint32),
@@ -124,6 +126,10 @@ def _layout(module: Module, kernel: Kernel) -> tuple[Layout, int]:
         at = -(-at // variable.align) * variable.align
         layout.shared[variable.name] = at
         at += variable.size
+    for variable in kernel.local:
+        start = -(-layout.local_bytes // variable.align) * variable.align
+        layout.local[variable.name] = start
+        layout.local_bytes = start + variable.size
     return layout, at
 
 

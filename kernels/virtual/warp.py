@@ -52,6 +52,7 @@ class Warp:
         self.copies: list[list[Any]] = [[]]  # cp.async groups
         self.tc_nodes: dict[int, int] = {}  # last node of the lane's tcgen05 queue
         self.tc_reads = 0  # nodes of tcgen05.ld that were not waited for
+        self.local = np.full((32, -(-self.machine.program.layout.local_bytes // 16) * 16), 0xFF, np.uint8)
         self.tc_done = 0.0  # in the model: when its last read of tensor memory is done
         self.wg_groups: list[int] = []
         self.wg_open = 0
@@ -339,6 +340,14 @@ class Group(AccessMixin, BarrierMixin, CopyMixin, TensorMixin):
             "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
         }[op]  # fmt: skip
         return int(function.reduce(values)) & 0xFFFFFFFF
+
+    def reduce_float(self, op: str, value: Value, absolute: bool, keep_nan: bool) -> int:
+        """redux.sync of f32: a NaN is left out unless it is to be kept."""
+        bits = np.broadcast_to(np.asarray(value, np.uint32), (32,))[self.mask]
+        values = np.abs(bits.view(np.float32)) if absolute else bits.view(np.float32)
+        functions = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}
+        result = np.float32(functions[op][keep_nan].reduce(values))
+        return 0x7FFFFFFF if np.isnan(result) else int(result.view(np.uint32))
 
     def warp_sync(self) -> None:
         """bar.warp.sync: a warp is one thread to the detector."""

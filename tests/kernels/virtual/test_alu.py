@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -195,3 +196,19 @@ def test_unknown_instructions_are_named_with_their_line() -> None:
         translate(text)
     with pytest.raises(Unknown, match=r"add.rz.f64"):
         translate(module("add.rz.f64 %d1, %d1, %d1;", 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("e4m3x2", ml_dtypes.float8_e4m3fn), ("e5m2x2", ml_dtypes.float8_e5m2)]
+)
+def test_two_fp32_become_fp8_clamped(kind: str, dtype: type) -> None:
+    high = np.linspace(-3, 5, 32, dtype=np.float32)
+    low = np.full(32, 1e6, np.float32)
+    out = each_lane(
+        f"cvt.rn.satfinite.{kind}.f32 %h1, %r1, %r2; cvt.u32.u16 %r31, %h1;",
+        high.view(np.uint32),
+        low.view(np.uint32),
+    )
+    np.testing.assert_array_equal((out >> 8).astype(np.uint8), high.astype(dtype).view(np.uint8))
+    largest = {"e4m3x2": 448.0, "e5m2x2": 57344.0}[kind]
+    np.testing.assert_array_equal((out & 255).astype(np.uint8).view(dtype).astype(np.float32), largest)

@@ -202,3 +202,22 @@ def test_polling_sees_what_is_in_flight(schedule: Schedule) -> None:
     poll = "$W: mbarrier.test_wait.parity.shared.b64 %p9, [%r2], 0; @!%p9 bra $W;"
     run, _ = load(source(), 0, 0, (32, 8), 0, wait=poll, schedule=schedule)
     good(run)
+
+
+def test_several_warps_may_store_the_same_box() -> None:
+    """In no order, but with equal bytes: a lint. With other bytes it is a race."""
+    out = np.zeros((16, 64), np.float16)
+    body = """
+    mov.b32 %r1, smem; and.b32 %r6, %r0, 31; shl.b32 %r5, %r6, 4; add.s32 %r5, %r5, %r1; shr.u32 %r20, %r0, 5;
+    shl.b32 %r22, %r20, 10; add.s32 %r5, %r5, %r22; add.s32 %r1, %r1, %r22; {value}
+    st.shared.v4.b32 [%r5], {%r7, %r7, %r7, %r7}; fence.proxy.async.shared::cta; bar.warp.sync -1;
+    elect.sync %r21|%p2, -1; @!%p2 bra $END; mov.b32 %r3, 8; mov.b32 %r4, 4; mov.b64 %d10, m0;
+    cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d10, {%r3, %r4}], [%r1];
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    $END:
+    """
+    run = execute(body.replace("{value}", "mov.b32 %r7, 9;"), out, block=64, maps=[map_of(out, (32, 8))])
+    good(run)
+    assert any("same bytes" in lint.text for lint in run.lints)
+    run = execute(body.replace("{value}", "mov.b32 %r7, %r20;"), out, block=64, maps=[map_of(out, (32, 8))])
+    assert kinds(run) == {"race"}

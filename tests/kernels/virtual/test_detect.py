@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.virtual.detect import Detector, Shadow
-from kernels.virtual.machine import schedules
+from kernels.virtual.machine import EARLY, schedules
 from tests.kernels.virtual.snippet import execute, good, kinds
 
 TWO_WARPS = """
@@ -139,10 +139,33 @@ PAIR_FREE = """
 """
 
 
-@pytest.mark.parametrize(("place", "expected"), [("second", set()), ("first", {"race"}), ("third", {"race"})])
-def test_the_peer_of_a_pair_must_have_done_with_what_is_freed(place: str, expected: set[str]) -> None:
+@pytest.mark.parametrize(("place", "hinted"), [("second", False), ("first", True), ("third", True)])
+def test_the_peer_of_a_pair_should_have_done_with_what_is_freed(place: str, hinted: bool) -> None:
+    """A lint: published kernels free without it."""
     body = PAIR_FREE.format(**({"first": "", "second": "", "third": ""} | {place: MEET}))
-    run = execute(body, np.zeros(1, np.uint32), grid=(2, 1, 1), cluster=(2, 1, 1))
-    assert kinds(run) == expected
-    if expected:
-        assert "dealloc" in str(run.findings[0])
+    run = execute(body, np.zeros(1, np.uint32), grid=(2, 1, 1), cluster=(2, 1, 1), schedule=EARLY)
+    good(run)
+    assert any("frees columns of a pair" in lint.text for lint in run.lints) == hinted
+
+
+COMMITS = """
+    mov.b32 %r1, smem; add.s32 %r2, %r1, 8; mov.u32 %r3, %cluster_ctarank;
+    setp.ne.u32 %p1, %r0, 0; @%p1 bra $INIT;
+    mbarrier.init.shared.b64 [%r1], 1; mbarrier.init.shared.b64 [%r2], 1; fence.mbarrier_init.release.cluster;
+    $INIT: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    setp.ne.u32 %p2, %r3, 0; @%p2 bra $PEER; @%p1 bra $END; mov.b16 %h1, 2;
+    tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %h1;
+    tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r2], %h1;
+    bra $END;
+    $PEER: {first}
+    $V: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p8, [%r2], 0; @!%p8 bra $V;
+    $END:
+"""
+
+
+@pytest.mark.parametrize(("first", "hinted"), [(WAIT, False), ("", True)])
+def test_every_commit_from_another_cta_should_be_waited_for(first: str, hinted: bool) -> None:
+    """A later one of the same thread says that the earlier has been sent, not that it has arrived: a lint."""
+    run = execute(COMMITS.format(first=first), np.zeros(1, np.uint32), grid=(2, 1, 1), cluster=(2, 1, 1))
+    good(run)
+    assert any("without a wait for it" in lint.text for lint in run.lints) == hinted

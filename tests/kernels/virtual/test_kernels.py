@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kernels.virtual.machine import LATE, Options, Schedule
-from kernels.virtual.ptx import PtxError
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
@@ -133,11 +132,3 @@ def test_what_mistakes_change_is_in_the_source_once() -> None:
             assert (edits.PACKAGE / name).read_text().count(was) == 1, edit
             assert was != becomes
     assert {e.step for e in edits.EDITS} == {7, 8, 9}
-
-
-def test_local_memory_is_refused_by_name() -> None:
-    from kernels.virtual.translate import translate
-
-    text = ".target sm_100a\n.visible .entry k()\n{\n.local .align 16 .b8 depot[64];\nret;\n}\n"
-    with pytest.raises(PtxError, match="local memory"):
-        translate(text)

@@ -149,3 +149,33 @@ def test_generic_addresses_find_their_space() -> None:
     """
     good(execute(body, out))
     assert out[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"), [("min", -3.5), ("max", 3.0), ("max.abs", 3.5), ("max.NaN", np.nan)]
+)
+def test_floats_reduce_over_the_warp(what: str, expected: float) -> None:
+    values = np.linspace(-3.5, 3.0, 32, dtype=np.float32)
+    values[5] = np.nan
+    out = each_lane(f"redux.sync.{what}.f32 %r31, %r1, -1;", values.view(np.uint32)).view(np.float32)
+    np.testing.assert_array_equal(out, np.full(32, expected, np.float32))
+
+
+def test_every_lane_has_its_own_local_memory() -> None:
+    """An array that is indexed by a value that differs from lane to lane."""
+    out = np.zeros(32, np.uint32)
+    body = f"""
+    .local .align 16 .b8 depot[64];
+    mov.b64 %d20, depot; cvta.local.u64 %d21, %d20; cvta.to.local.u64 %d22, %d21;
+    add.s32 %r1, %r0, 100; add.s32 %r2, %r0, 200;
+    st.local.v2.b32 [%d22+8], {{%r1, %r2}};
+    and.b32 %r3, %r0, 1; mul.wide.u32 %d23, %r3, 4; add.s64 %d24, %d22, %d23; ld.local.b32 %r4, [%d24+8];
+    {MINE} st.global.b32 [%d61], %r4;
+    """
+    good(execute(body, out))
+    np.testing.assert_array_equal(out, LANE + 100 + 100 * (LANE & 1))
+    generic = body.replace("ld.local.b32 %r4, [%d24+8]", "add.s64 %d25, %d21, %d23; ld.b32 %r4, [%d25+8]")
+    good(execute(generic, out))
+    np.testing.assert_array_equal(out, LANE + 100 + 100 * (LANE & 1))
+    beyond = body.replace("ld.local.b32 %r4, [%d24+8]", "ld.local.b32 %r4, [%d24+64]")
+    assert kinds(execute(beyond, out)) == {"bounds"}
