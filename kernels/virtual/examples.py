@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ _ARGUMENTS = {
     "hopper/kernel/dense_gemm/dense_gemm": ["--mnkl", "256,256,128,1", "--cluster_shape_mn", "2,1"],
     "blackwell/kernel/dense_gemm": ["--mnkl", "512,512,200,1"],
 }  # fmt: skip
-_TIMEOUT = 240
+_TIMEOUT = 400
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.virtual.examples", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--match", default="", help="only paths that hold this")
+    parser.add_argument("--jobs", type=int, default=1, help="scripts at once")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--inside", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -50,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_inside(options.inside)
     scripts = [p for p in sorted(options.folder.rglob("*.py")) if options.match in str(p) and _is_script(p)]
     rows = []
-    for path in scripts:
-        row = _run(path, str(path.relative_to(options.folder)))
-        rows.append(row)
-        print(f"{row['outcome']:5} {row['seconds']:6.1f} s  {row['name']}  {row['detail']}", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:  # the threads only wait for processes
+        for row in pool.map(lambda path: _run(path, str(path.relative_to(options.folder))), scripts):
+            rows.append(row)
+            print(f"{row['outcome']:5} {row['seconds']:6.1f} s  {row['name']}  {row['detail']}", flush=True)
     passed = sum(r["outcome"] == "pass" for r in rows)
     print(f"{passed} of {len(rows)} pass")
     if options.json:

@@ -240,6 +240,7 @@ def _memory(tokens: _Tokens, rename: dict[str, str]) -> Mem:
 
 _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+")
 _LABEL = re.compile(r"\s*([A-Za-z_$][\w$]*):(?!:)\s*")
+_PRINT = re.compile(r"\{[^{}]*\bcall\S*\s+\(\w+\),\s*vprintf\b[^{}]*\}")  # what a kernel prints is left out
 _REG_DECL = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _VARIABLE = re.compile(
     r"(?:\.(?:visible|weak)\s+)?(\.extern\s+)?\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?"
@@ -254,7 +255,7 @@ _PARAM = re.compile(
 
 def parse(text: str) -> Module:
     """Parse a whole module."""
-    text = _blank_comments(text)
+    text = _PRINT.sub(_blank, _blank_comments(text))
     target = re.search(r"\.target\s+(\w+)", text)
     files = {int(n): name for n, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
     module = Module(target.group(1) if target else "", {}, [])
@@ -271,9 +272,14 @@ def parse(text: str) -> Module:
     return module
 
 
+def _blank(match: re.Match[str]) -> str:
+    """As long, and with as many lines."""
+    return re.sub(r"[^\n]", " ", match.group(0))
+
+
 def _blank_comments(text: str) -> str:
     """Comments become blanks, so that offsets and lines stay."""
-    blank = lambda m: re.sub(r"[^\n]", " ", m.group(0))  # noqa: E731
+    blank = _blank
     return re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.S)
 
 

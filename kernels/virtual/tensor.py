@@ -170,15 +170,17 @@ class TensorMixin:
         self._allocated(self.cta, column, columns)
         return np.arange(32 * quarter + within, 32 * quarter + within + rows), column, columns
 
-    def tc_load(self, address: Any, shape: str, count: int) -> np.ndarray:
-        """tcgen05.ld: one row of 32 lanes a register."""
-        lanes, column, columns = self._tile(self._one(address), shape, count)
+    def tc_load(self, address: Any, shape: str, count: int, halves: bool = False) -> np.ndarray:
+        """tcgen05.ld: one row of 32 lanes a register; `halves`: the low halves of two columns in each."""
+        lanes, column, columns = self._tile(self._one(address), shape, 2 * count if halves else count)
         low, high = int(lanes[0]), int(lanes[-1]) + 1
         self._note_tmem(low, high, column, columns, write=False)
         if self.machine.timing is not None:
             done = self.machine.timing.tensor_read(self.warp, (high - low) * columns * 4)
             self.warp.tc_done = max(self.warp.tc_done, done)
         block = self.cta.tmem[low:high, column : column + columns]
+        if halves:
+            block = (block[:, ::2] & np.uint32(0xFFFF)) | (block[:, 1::2] << np.uint32(16))
         return np.ascontiguousarray(_to_registers(block, shape))
 
     def tc_store(self, address: Any, shape: str, count: int, values: tuple[Any, ...]) -> None:

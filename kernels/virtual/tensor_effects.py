@@ -75,12 +75,12 @@ def _shape(i: Instr) -> tuple[str, int, bool]:
 def _load(e: Emit, i: Instr) -> None:
     dst, mem = i.args[:2]
     shape, count, halves = _shape(i)
-    if "red" in i.parts or len(i.args) > 2 or halves or shape in _NOT_KNOWN:
+    if "red" in i.parts or len(i.args) > 2 or (halves and shape != "32x32b") or shape in _NOT_KNOWN:
         raise Unknown(i)
     items = dst.items if isinstance(dst, Vec) else (dst,)
     name = e.temp()
     suspend(e, i, "w.together(0xffffffff)")
-    e.line(f"{name} = w.tc_load({address(e, mem)}, {shape!r}, {count})")
+    e.line(f"{name} = w.tc_load({address(e, mem)}, {shape!r}, {count}, {halves})")
     e.rows(items, name)
 
 

@@ -21,6 +21,7 @@ from kernels.virtual.ptx import Instr, Kernel, Module, Sym
 
 SHARED_WINDOW = 0x7F00_0000_0000_0000  # generic addresses of shared memory start here
 LOCAL_WINDOW = 0x7E00_0000_0000_0000
+NOWHERE = 0x7D00_0000_0000_0000  # no buffer lies here
 STATIC_BASE = 1024  # the hardware keeps the first KiB of a CTA's window to itself
 
 BlockFunction = Callable[[Any, list[Any]], int]
@@ -126,6 +127,10 @@ def _layout(module: Module, kernel: Kernel) -> tuple[Layout, int]:
         at = -(-at // variable.align) * variable.align
         layout.shared[variable.name] = at
         at += variable.size
+    for number, variable in enumerate(v for v in module.variables if v.space in ("global", "const")):
+        layout.globals[variable.name] = NOWHERE + (
+            number << 32
+        )  # texts to print: only their address is taken
     for variable in kernel.local:
         start = -(-layout.local_bytes // variable.align) * variable.align
         layout.local[variable.name] = start

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kernels.virtual.ptx import Imm, Instr, Mem, Pair, PtxError, Reg, Vec, parse
+from tests.kernels.virtual.snippet import execute, good
 
 TEXT = """
 .version 8.8
@@ -68,3 +70,17 @@ def test_source_lines() -> None:
 def test_a_directive_that_is_not_known_is_named() -> None:
     with pytest.raises(PtxError, match=r"\.branchtargets"):
         parse(TEXT.replace("ret;", ".branchtargets $L0; ret;"))
+
+
+def test_what_a_kernel_prints_is_left_out() -> None:
+    body = """
+    { // callseq 0, 0
+    .param .b64 param0;
+    .param .b32 retval0;
+    st.param.b64 [param0], %d0;
+    call.uni (retval0), vprintf, (param0, param0);
+    ld.param.b32 %r1, [retval0];
+    } // callseq 0
+    st.global.b32 [%d0], %r0;
+    """
+    good(execute(body, np.zeros(1, np.uint32)))

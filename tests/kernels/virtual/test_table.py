@@ -54,7 +54,7 @@ REFUSED = {
     "ws": "tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %d1, %d2, %r2, %p1;",
     "shift": "tcgen05.shift.cta_group::1.down [%r1];",
     "16x64b": "tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r1}, [%r2];",
-    "pack::16b": "tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32 {%r1}, [%r2];",
+    "unpack::16b": "tcgen05.st.sync.aligned.32x32b.x1.unpack::16b.b32 [%r2], {%r1};",
 }
 
 

@@ -272,3 +272,18 @@ def test_registers_are_not_read_before_the_wait_of_their_load() -> None:
     run = execute(body.replace("@WAIT@", ""), np.zeros(1, np.uint32))
     good(run)  # a lint: published kernels leave it to the compiler
     assert "without tcgen05.wait::ld" in str(run.lints[0])
+
+
+def test_two_halves_are_packed_into_a_register() -> None:
+    """Columns 0 and 1 hold lane + 5 and lane + 7, with something above them."""
+    body = """
+    mov.b32 %r1, smem; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; ld.shared.b32 %r2, [%r1];
+    add.s32 %r3, %r0, 0x30005; add.s32 %r4, %r0, 0x40007;
+    tcgen05.st.sync.aligned.32x32b.x2.b32 [%r2], {%r3, %r4}; tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32 {%r5}, [%r2]; tcgen05.wait::ld.sync.aligned;
+    mul.wide.u32 %d60, %r0, 4; add.s64 %d61, %d0, %d60; st.global.b32 [%d61], %r5;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+    """
+    out = np.zeros(32, np.uint32)
+    good(execute(body, out))
+    np.testing.assert_array_equal(out, np.arange(32) + 5 | np.arange(32) + 7 << 16)
