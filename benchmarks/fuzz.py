@@ -84,6 +84,15 @@ def transfer_of(body: bytes, headers: list[tuple[bytes, bytes]], query: bytes) -
     return Transfer.of({"type": "http", "headers": headers, "query_string": query}, receive, send)
 
 
+def opened() -> list[str]:
+    """Shared memory that this process holds open, all that the targets' code opens; libraries may open other files."""
+    found = []
+    for entry in os.scandir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the descriptor of the folder itself
+            found.append(os.readlink(entry.path))
+    return sorted(path for path in found if path.startswith(("/dev/shm/", "/memfd:")))
+
+
 class Stage:
     """What the targets run on: an arena, a region that is registered, and a store that holds nothing."""
 
@@ -109,7 +118,7 @@ class Stage:
         )
         document = {"key": self.file.name, "byte_size": SHM_BYTES}
         self.runner.run(register(self.services, self.owner, "system", "r", document))
-        self.descriptors = len(os.listdir("/proc/self/fd"))
+        self.open = opened()
 
     async def pin(self, owner: str, name: str) -> Any:
         """The store's: it holds nothing."""
@@ -127,7 +136,8 @@ class Stage:
         """Nothing was left behind."""
         assert not self.slots.bytes_by_state["request"]
         assert not self.slots.bytes_by_state["reply"]
-        assert len(os.listdir("/proc/self/fd")) == self.descriptors
+        now = opened()
+        assert now == self.open, f"open: {now}, at the start {self.open}"
 
     def close(self) -> None:
         """Give all back."""
