@@ -95,6 +95,8 @@ class Gate:
         finally:
             if principal is not None:
                 services.keys.leave(principal)
+                if principal.quota.bytes_per_second is not None:
+                    services.keys.owe(principal, reply.sent_bytes + headers.undeclared(scope))
             self._record(services, scope, reply, trace, time.perf_counter() - started)
             logs.unbind(token)
 
@@ -138,7 +140,7 @@ class Gate:
         wanted = wanted_scope(path)
         if wanted is not None:
             principal.require(wanted)
-        keys.enter(principal)
+        keys.enter(principal, headers.declared())
         return principal
 
     def _record(
@@ -180,7 +182,7 @@ class Gate:
 #: Headers that may come once only: of two, one layer might take the first and another the last.
 _ONCE = frozenset({b"host", b"authorization", b"content-type", b"content-encoding", b"idempotency-key"})
 #: Headers that are looked at here.
-_READ = _ONCE | {b"origin", b"traceparent", b"x-request-id"}
+_READ = _ONCE | {b"origin", b"traceparent", b"x-request-id", b"content-length"}
 
 
 class _Headers(dict[bytes, bytes]):
@@ -207,6 +209,16 @@ class _Headers(dict[bytes, bytes]):
         """The value of a header."""
         value = self.get(name)
         return None if value is None else value.decode("latin-1")
+
+    def declared(self) -> int:
+        """Bytes of the body, as far as the headers say; 0 for a chunked one."""
+        value = self.get(b"content-length", b"0")
+        return int(value) if value.isdigit() else 0
+
+    def undeclared(self, scope: Scope) -> int:
+        """Bytes of the body that came beyond these; 0 where the server doesn't count them."""
+        transfer = (scope.get("extensions") or {}).get(EXTENSION)
+        return max(0, getattr(transfer, "received", 0) - self.declared())
 
     def request_id(self) -> str:
         """The caller's X-Request-Id where it is a plain word, else a new one."""

@@ -37,14 +37,16 @@ _log = Log("keys")
 class Quota:
     """Bounds on one key; None is no bound beyond the service's own.
 
-    The gate holds `requests_per_second` (with a burst of one second's worth) and `concurrent_requests`;
-    admission holds `flops_per_second`, the store `store_bytes` (of all keys of the owner).
+    The gate holds `requests_per_second` (with a burst of one second's worth), `concurrent_requests` and
+    `bytes_per_second` of bodies in and out (a second's worth may be owed: what a reply takes is known when it has
+    left); admission holds `flops_per_second`, the store `store_bytes` (of all keys of the owner).
     """
 
     requests_per_second: float | None = None
     concurrent_requests: int | None = None
     flops_per_second: float | None = None
     store_bytes: int | None = None
+    bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,19 @@ class Key:
 
 @dataclass(slots=True)
 class _Use:
-    """Of one key: tokens left in its bucket, when that was, requests in flight."""
+    """Of one key: requests and bytes left in its buckets, when that was, requests in flight."""
 
     left: float
     at: float
+    bytes_left: float
+    bytes_at: float
     running: int = 0
+
+    def refill(self, rate: float, now: float) -> float:
+        """Bytes that may pass now; below 0 they are owed."""
+        self.bytes_left = min(rate, self.bytes_left + (now - self.bytes_at) * rate)
+        self.bytes_at = now
+        return self.bytes_left
 
 
 class Keys:
@@ -145,15 +155,18 @@ class Keys:
         known = self._keys.get(key_id)
         return known is not None and (known[0].expires is None or known[0].expires > time.time())
 
-    def enter(self, principal: Principal) -> None:
-        """A request begins; ServiceError quota where the key has used up its share. Pair with `leave`."""
+    def enter(self, principal: Principal, nbytes: int = 0) -> None:
+        """A request begins, with a body of `nbytes`; ServiceError quota where the key has used up its share.
+
+        Pair with `leave`.
+        """
         quota = principal.quota
         if quota.requests_per_second is None and quota.concurrent_requests is None:
+            self.spend(principal, nbytes)
             return
         now = self._clock()
         rate = quota.requests_per_second
-        burst = max(rate or 0.0, 1.0)
-        use = self._uses.setdefault(principal.key_id, _Use(burst, now))
+        use = self._use(principal, now)
         if quota.concurrent_requests is not None and use.running >= quota.concurrent_requests:
             raise ServiceError(
                 "quota",
@@ -162,7 +175,7 @@ class Keys:
                 retry_after=1.0,
             )
         if rate is not None:
-            use.left = min(burst, use.left + (now - use.at) * rate)
+            use.left = min(max(rate, 1.0), use.left + (now - use.at) * rate)
             use.at = now
             if use.left < 1.0:
                 raise ServiceError(
@@ -171,6 +184,8 @@ class Keys:
                     limit=rate,
                     retry_after=(1.0 - use.left) / rate,
                 )
+        self.spend(principal, nbytes)
+        if rate is not None:
             use.left -= 1.0
         use.running += 1
 
@@ -179,6 +194,39 @@ class Keys:
         use = self._uses.get(principal.key_id)
         if use is not None and use.running > 0:
             use.running -= 1
+
+    def owe(self, principal: Principal, nbytes: int) -> None:
+        """`nbytes` passed that nobody asked for before: a reply, a body of unknown length."""
+        rate = principal.quota.bytes_per_second
+        if rate is not None:
+            now = self._clock()
+            use = self._use(principal, now)
+            use.bytes_left = use.refill(rate, now) - nbytes
+
+    def spend(self, principal: Principal, nbytes: int) -> None:
+        """`nbytes` are to pass; ServiceError quota where the key has used up its bytes a second.
+
+        More than a second's worth passes a full bucket, and is paid for by waiting.
+        """
+        rate = principal.quota.bytes_per_second
+        if rate is None:
+            return
+        now = self._clock()
+        use = self._use(principal, now)
+        left, wanted = use.refill(rate, now), min(float(nbytes), rate)
+        if left < wanted or left < 0:
+            raise ServiceError(
+                "quota",
+                "this key sends and receives more bytes a second than it may",
+                limit=rate,
+                retry_after=(wanted - left) / rate,
+            )
+        use.bytes_left -= nbytes
+
+    def _use(self, principal: Principal, now: float) -> _Use:
+        quota = principal.quota
+        full = _Use(max(quota.requests_per_second or 0.0, 1.0), now, quota.bytes_per_second or 0.0, now)
+        return self._uses.setdefault(principal.key_id, full)
 
     def _look(self) -> None:
         """Read the file again where it changed; keep the last good keys where it can't be read."""

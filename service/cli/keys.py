@@ -40,6 +40,9 @@ def arguments() -> argparse.ArgumentParser:
     add.add_argument("--concurrent-requests", type=int, help="quota")
     add.add_argument("--flops-per-second", type=float, help="quota")
     add.add_argument(
+        "--bytes-per-second", type=_size, help="quota of bodies in and out; 100MB and the like are taken"
+    )
+    add.add_argument(
         "--store-bytes", type=_size, help="quota for stored tensors; 4GiB and the like are taken"
     )
     commands.add_parser("list", help="show the keys, without their tokens")
@@ -82,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
                         given.concurrent_requests,
                         given.flops_per_second,
                         given.store_bytes,
+                        given.bytes_per_second,
                     ),
                     expires=None if given.expires_days is None else time.time() + given.expires_days * 86400,
                 )

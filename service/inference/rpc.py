@@ -148,15 +148,17 @@ class Rpc:
         async def guarded(request: Any, context: Any) -> Any:
             async with _Watched(self._services, name, context) as watched:
                 try:
-                    watched.principal = self._admit(name, context)
-                    return await call(request, watched.principal, context)
+                    watched.principal = self._admit(name, context, request.ByteSize())
+                    answer = await call(request, watched.principal, context)
+                    self._services.keys.owe(watched.principal, answer.ByteSize())
+                    return answer
                 except Exception as error:  # The last resort, as in the gate: every caller gets an answer.
                     problem = watched.refused(error)
             return await context.abort(status_code(problem), problem.detail)
 
         return guarded
 
-    def _admit(self, name: str, context: Any) -> Principal:
+    def _admit(self, name: str, context: Any, nbytes: int = 0) -> Principal:
         """Who calls; ServiceError where the call may not pass."""
         keys = self._services.keys
         if not keys.required:
@@ -169,7 +171,7 @@ class Rpc:
         principal = keys.check(metadata.get("authorization"))
         if name in _SCOPES:
             principal.require(_SCOPES[name])
-        keys.enter(principal)
+        keys.enter(principal, nbytes)
         return principal
 
     # -- infer ----------------------------------------------------------------------------------------------------
@@ -242,7 +244,9 @@ class Rpc:
     async def _streamed(self, message: Any, principal: Principal, context: Any) -> Any:
         async with _Watched(self._services, "ModelInfer", context) as watched:
             try:
+                self._services.keys.spend(principal, message.ByteSize())
                 response = await self._infer(message, principal, context)
+                self._services.keys.owe(principal, response.ByteSize())
             except Exception as error:
                 told = watched.refused(error).detail
                 response = pb.ModelInferResponse(model_name=message.model_name, id=message.id)

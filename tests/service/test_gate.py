@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
@@ -25,6 +26,7 @@ from service.gate import Gate
 from service.keys import Keys, Quota
 from service.settings import Settings, SettingsError, load
 from service.transfer import ClientGone
+from tests.service.real import running
 
 
 @dataclass
@@ -394,3 +396,24 @@ def test_a_header_that_may_come_once_is_refused_twice(served: tuple[str, int], n
         reply = connection.recv(4096)
     assert b" 400 " in reply.splitlines()[0]
     assert json.loads(reply.partition(b"\r\n\r\n")[2])["field"] == name.lower()
+
+
+def test_bytes_a_second_of_a_key_are_held_on_a_real_service(tmp_path: Path) -> None:
+    quota = keys.Quota(bytes_per_second=100_000)
+    _, secret = keys.add(tmp_path / "keys.json", "ann", quota=quota)
+    large = np.ones((100, 300), np.float32)  # 120,000 bytes: more than a second's worth
+    with running(tmp_path / "data", "--keys-file", str(tmp_path / "keys.json")) as service:
+        service.http.headers["authorization"] = f"Bearer {secret}"
+        service.ready()
+        assert service.put("w", large).status_code == 201
+        refused = service.put("w", large)
+        assert (refused.status_code, refused.json()["code"]) == (429, "quota")
+        assert int(refused.headers["retry-after"]) >= 1
+        read = {"accept": "application/octet-stream"}
+        service.until(
+            lambda: service.http.get("/tensors/w", headers=read).status_code == 200,
+            20,
+            "the bucket fills again",
+        )
+        # The reply has to be paid for as well.
+        assert service.http.get("/tensors/w", headers=read).status_code == 429

@@ -158,6 +158,32 @@ def test_concurrency_quota(path: Path) -> None:
     book.enter(alice)
 
 
+def test_bytes_quota_counts_bodies_and_what_is_owed(path: Path) -> None:
+    _, token = keys.add(path, "alice", quota=Quota(bytes_per_second=1000, concurrent_requests=1))
+    clock = Clock()
+    book = Keys(settings(path), clock=clock)
+    alice = book.check(f"Bearer {token}")
+    book.enter(alice, 600)
+    book.leave(alice)
+    with pytest.raises(ServiceError, match="more bytes a second") as caught:
+        book.enter(alice, 600)
+    assert (caught.value.code, caught.value.limit) == ("quota", 1000)
+    assert caught.value.retry_after == pytest.approx(0.2)
+    book.enter(alice, 400)  # who was refused doesn't count as running
+    book.leave(alice)
+    book.owe(alice, 1500)
+    clock.now += 1.0
+    with pytest.raises(ServiceError) as caught:
+        book.enter(alice)
+    assert caught.value.retry_after == pytest.approx(0.5)
+    clock.now += 5.0
+    book.enter(alice, 10_000)  # more than a second's worth passes a full bucket, and is owed
+    book.leave(alice)
+    with pytest.raises(ServiceError) as caught:
+        book.enter(alice, 1)
+    assert caught.value.retry_after == pytest.approx(9.001)
+
+
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o666])
 def test_file_open_to_others_is_refused(path: Path, mode: int) -> None:
     keys.add(path, "alice")
