@@ -245,7 +245,8 @@ def _outcome(run: subprocess.Popen[bytes]) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(line)
             return found
         said = run.stderr.read().decode(errors="replace").strip().splitlines()
-        return {"outcome": "fault", "detail": (said[-1] if said else f"status {run.wait()}")[:200]}
+        named = [text for text in said if "error" in text.lower()] or said or [f"status {run.wait()}"]
+        return {"outcome": "fault", "detail": named[-1][:200]}
 
 
 def races(number: int, root: Path | None) -> str:
