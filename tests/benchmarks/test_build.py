@@ -26,4 +26,7 @@ def test_readme_shows_a_build(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "build.json").write_text(json.dumps({"rows": [row]}))
     text = build.readme(build.README.read_text(), tmp_path)
     assert "- sm_90a: 16 functions in 8 libraries, 1.0 MB; 24 s to compile them all on 2 cores.\n" in text
+    kept = row | {"wall_seconds": None, "core_seconds": 150.0}
+    (tmp_path / "cpu" / "build.json").write_text(json.dumps({"rows": [kept]}))
+    assert "1.0 MB; 2 core minutes to compile them all.\n" in build.readme(build.README.read_text(), tmp_path)
     assert "## Gates" in text
