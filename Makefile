@@ -14,7 +14,7 @@ CI := 'ci and not gpu and not slow'
 # Tests that hold real processes to times get a second try on a machine that others use too; each is reported.
 AGAIN := --reruns 1 -r R
 
-.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-ray lint proto audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-large test-ray lint proto audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
