@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kernels.device import H200
+from kernels.device import H200, Device
 from service.drivers.gpm import TensorProbe
 from service.messages import Report
 from tests.service.cuda_stand_in import BUDGET, Runtime, StandIn
@@ -41,6 +41,11 @@ def environ(tmp: Path, gpus: int = len(PERCENT)) -> dict[str, str]:
     }
 
 
+def device(number: int) -> Device:
+    """What a GPU says of itself."""
+    return replace(H200, uuid=f"GPU-{number}", driver="580.65.06", memory_bytes=2 * BUDGET)
+
+
 class Watched(StandIn):
     """A stand-in that is read."""
 
@@ -53,9 +58,7 @@ class Watched(StandIn):
 
     def _made(self) -> Runtime:
         made = Runtime()
-        made.device = replace(
-            H200, uuid=f"GPU-{self._index}", driver="580.65.06", memory_bytes=2 * BUDGET, virtual=False
-        )
+        made.device = device(self._index)
         made.barred = {BARRED: "its self-test found 3 of 9 elements wrong"}
         return made
 
