@@ -211,7 +211,10 @@ def have(arch: str, functions: Iterable[str], root: Path | None = None) -> None:
     """Build those functions that aren't there. Without the compiler, what is built has to do."""
     if find_spec("cutlass") is None:
         return
-    from kernels.build import build
+    from kernels.build import build, modules_of
 
+    modules = modules_of(arch)
     for function in sorted(set(functions)):
-        build(arch, only=function, root=root)
+        stem = function.partition("_")[0] + "_"  # a step's functions and its module begin alike
+        own = [module for module in modules if module.rpartition(".")[2].startswith(stem)]
+        build(arch, only=function, root=root, modules=own or modules)

@@ -78,6 +78,7 @@ def test_a_wrong_step_makes_the_status_1(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("step", [HOPPER[3]], ids=lambda s: s.name)
 def test_a_step_really_runs_on_the_virtual_gpu(step: Step, tmp_path: Path) -> None:
     pytest.importorskip("cutlass")

@@ -30,6 +30,7 @@ def test_marks_are_those_of_step_9_on_hopper(wrong: list[str], capsys: pytest.Ca
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 def test_every_warp_of_a_step_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("cutlass")
     out = tmp_path / "trace.json"
