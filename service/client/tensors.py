@@ -153,6 +153,8 @@ def _as_foreign(array: np.ndarray[Any, Any], like: Any) -> Array:
     try:
         made = library.from_dlpack(own)
     except (BufferError, RuntimeError, TypeError):  # numpy's DLPack has no bfloat16
+        if own is not array:
+            return own
         made = library.asarray(own)
     # JAX makes fp32 of fp64 unless told otherwise; nothing is to be lost here.
     return made if made.dtype.itemsize == array.dtype.itemsize else own

@@ -86,6 +86,41 @@ def test_dlpack_in_and_out(service: Service, make: Any) -> None:
     assert np.array_equal(torch.from_dlpack(made).numpy(), made)
 
 
+class Library:
+    """What an array says is its library; it takes fp32 only."""
+
+    def from_dlpack(self, value: Any) -> Any:
+        if value.itemsize != 4:
+            raise BufferError("no such elements here")
+        return Foreign(np.from_dlpack(value))
+
+    def asarray(self, value: Any) -> Any:
+        return Foreign(np.asarray(value, np.float32))
+
+
+class Foreign(Other):
+    """An array of a library that follows the array API standard."""
+
+    def __array_namespace__(self) -> Library:
+        return Library()
+
+    @property
+    def dtype(self) -> Any:
+        return self._value.dtype
+
+
+def test_results_are_of_the_operands_library_where_it_can_hold_them(service: Service) -> None:
+    a = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with Client(service.url) as client:
+        made = client.gemm(a, Foreign(a.T))
+        wide = client.gemm(Foreign(a), a.T, out_dtype="fp64")
+    assert isinstance(made, Foreign)
+    assert np.array_equal(made._value, a @ a.T)
+    assert isinstance(wide, np.ndarray), "nothing is lost"
+    assert wide.dtype == np.float64
+    assert np.array_equal(wide, a @ a.T)
+
+
 @pytest.fixture
 def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
