@@ -7,6 +7,8 @@ and place; its text only where it can't quote what a client sent (`_SAFE`).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import random
@@ -158,7 +160,7 @@ class Log:
 
 def setup(log_format: str = "auto", level: str = "info", stream: TextIO | None = None) -> None:
     """Send all logs of this process, uvicorn's included, to `stream` (stderr) in the chosen form."""
-    stream = stream or sys.stderr
+    stream = stream or _unbuffered(sys.stderr)
     if log_format == "auto":
         log_format = "console" if stream.isatty() else "json"
     _Now.sink = _Json(stream) if log_format == "json" else _Console(stream)
@@ -168,6 +170,15 @@ def setup(log_format: str = "auto", level: str = "info", stream: TextIO | None =
     for name in ("gemm", "service"):
         logging.getLogger(name).setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    """`stream` without Python's buffer, where a line that a full disk refused would stay, and fail the exit too."""
+    try:
+        raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    except OSError:  # no file is behind it
+        return stream
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
 
 
 def own_file(stage: str, path: Path) -> None:
@@ -182,9 +193,10 @@ class _Sink:
         self._stream = stream
 
     def write(self, document: dict[str, Any]) -> None:
-        """One line."""
-        self._stream.write(self.line(document) + "\n")
-        self._stream.flush()
+        """One line. One that can't be written is lost: a full disk under the log must not end the service."""
+        with contextlib.suppress(OSError):
+            self._stream.write(self.line(document) + "\n")
+            self._stream.flush()
 
     def line(self, document: dict[str, Any]) -> str:
         """The document as a line."""
@@ -220,8 +232,9 @@ class _File(_Json):
     def write(self, document: dict[str, Any]) -> None:
         try:
             if self._seen() != self._stamp:
-                os.close(self._descriptor)
+                before = self._descriptor
                 self._open()
+                os.close(before)
             os.write(self._descriptor, (self.line(document) + "\n").encode())
         except OSError as error:
             if _Now.sink is not None:

@@ -16,6 +16,8 @@ from service.services import Services
 
 #: Sessions at once; one more is closed unread.
 MOST_SESSIONS = 256
+#: Seconds until the next look where the system had no descriptor for a connection.
+ACCEPT_AGAIN_SECONDS = 0.2
 _BACKLOG = 128
 
 _log = logs.Log("local")
@@ -41,7 +43,7 @@ class LocalServer:
             _log.warning("no socket for clients on this machine", why=error.strerror, path=str(path))
             return
         self.path = path
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._accept_on()
 
     def close(self) -> None:
         """End all sessions."""
@@ -57,11 +59,20 @@ class LocalServer:
                 self.path.unlink()
             self.path = None
 
+    def _accept_on(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             end, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: look again soon, not all the time
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(ACCEPT_AGAIN_SECONDS, self._accept_on)
             return
         if len(self._sessions) >= MOST_SESSIONS:
             end.close()

@@ -149,6 +149,21 @@ def test_disk_full_refuses_what_must_be_kept_and_goes_on_multiplying(service: Se
     check(service, 1000, submit(service, 1000).json()["id"])
 
 
+def test_a_full_disk_under_the_log_costs_the_log_alone(tmp_path: Path) -> None:
+    under = ("sh", "-c", 'exec "$0" "$@" 2>/dev/full')
+    with running(tmp_path / "data", under=under) as service:
+        service.ready().put("weight", WEIGHT).raise_for_status()
+        x = RNG.integers(-4, 5, (8, 64)).astype(np.float32)
+        for _ in range(3):
+            np.testing.assert_array_equal(result(service.gemm(x, "weight")), x @ WEIGHT)
+        assert service.http.get("/nothing").status_code == 404
+        service.worker().kill()
+        service.until(lambda: not service.is_ready(), what="readiness falls")
+        service.ready()
+        np.testing.assert_array_equal(result(service.gemm(x, "weight")), x @ WEIGHT)
+        assert service.stop() == 0
+
+
 #: Becomes the command that follows a folder, which it sees read-only. Root may write whatever its mode says.
 READ_ONLY = (
     "unshare",
