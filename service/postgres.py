@@ -149,7 +149,11 @@ class Postgres:
             connection.close()
 
     async def prepare(self, schema: Callable[[AnySession], None]) -> None:
-        """Make tables; fronts that start together take turns. SharedUnusable for another version's."""
+        """Make tables where they aren't yet; fronts that start together take turns.
+
+        SharedUnusable for another version's. Tables that are there aren't touched: that would lock out who uses them.
+        """
+        part = schema.__module__
 
         def work(db: Session) -> None:
             db.execute(f"SET LOCAL statement_timeout = {round(START_SECONDS * 1000)}")
@@ -167,7 +171,10 @@ class Postgres:
                 raise SharedUnusable(
                     f"journal: {self.place} holds tables of version {version}; this service knows version {VERSION}"
                 )
-            schema(db)
+            db.execute("CREATE TABLE IF NOT EXISTS service_parts (part TEXT PRIMARY KEY)")
+            if db.execute("SELECT 1 FROM service_parts WHERE part = ?", (part,)).fetchone() is None:
+                schema(db)
+                db.execute("INSERT INTO service_parts VALUES (?)", (part,))
 
         # The lock makes it alone; tables that another made meanwhile must be seen, so not SERIALIZABLE.
         await self._ask(work, "BEGIN", seconds=START_SECONDS)

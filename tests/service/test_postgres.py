@@ -22,6 +22,7 @@ def table(db: Session) -> None:
     db.execute(
         "CREATE TABLE IF NOT EXISTS counts (id TEXT PRIMARY KEY, n INTEGER NOT NULL, x REAL, b BLOB) STRICT"
     )
+    db.execute("CREATE INDEX IF NOT EXISTS counts_n ON counts (n)")
 
 
 def add(db: Session, id_: str = "one") -> None:
@@ -145,6 +146,18 @@ async def test_start_says_what_is_wrong(postgres: shared.Postgres) -> None:
     with pytest.raises(SharedUnusable, match="authentication failed") as caught:
         Postgres(postgres.url("postgres").replace("secret-word", "wrong-word"), seconds=2).open()
     assert "wrong-word" not in str(caught.value)
+
+
+async def test_a_start_waits_for_nobody_who_uses_the_tables(
+    database: Postgres, postgres: shared.Postgres
+) -> None:
+    held = psycopg.connect(database._url)
+    held.execute("INSERT INTO counts VALUES ('held', 1)")  # and not yet committed
+    other = Postgres(database._url, seconds=2)
+    other.open()
+    await asyncio.wait_for(other.prepare(table), 2)
+    await asyncio.to_thread(other.close)
+    held.close()
 
 
 async def test_tables_of_another_version_stop_the_start(database: Postgres) -> None:
