@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -113,3 +115,20 @@ def test_trace_is_taken_and_handed_on_with_an_own_span() -> None:
     assert trace.traceparent.startswith(f"00-{'a' * 32}-")
     assert trace.span_id != "b" * 16
     assert Trace.take(f"01-{'a' * 32}-{'b' * 16}-01-later").trace_id == "a" * 32
+
+
+def test_a_file_that_cannot_be_opened_again_keeps_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs._Now, "sink", None)
+    path = tmp_path / "folder" / "audit.log"
+    path.parent.mkdir()
+    file = logs._File(path)
+    path.unlink()
+    path.parent.rmdir()
+    file.write({"event": "lost"})
+    os.fstat(file._descriptor)  # closed, the number might be another's by the next line
+    path.parent.mkdir()
+    file.write({"event": "kept"})
+    assert "kept" in path.read_text()
+    os.close(file._descriptor)
