@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 WRITE_BACK_SECONDS = 0.25
 #: Results that are written at once.
 WRITERS = 2
+
+
+async def _nothing_before(content: Content) -> None:
+    """Nobody needs to know."""
 
 
 def new_id() -> str:
@@ -73,6 +77,8 @@ class Contents:
         self._writers = asyncio.Semaphore(WRITERS)
         self._forget = forget
         self._devices: Devices = Kept()
+        #: Called with a result that is about to be written.
+        self.before_write: Callable[[Content], Awaitable[None]] = _nothing_before
         self._contents: dict[str, Content] = {}
         self._unwritten: dict[str, Content] = {}
 
@@ -338,6 +344,9 @@ class Contents:
         assert resident is not None, "an only copy was evicted"
         resident.backing = Backing.WRITING
         try:
+            await self.before_write(content)
+            if content.lost:
+                raise lost(content)
             await self._devices.bring(content.tensor)
             if not content.row.whole:
                 await self._write_file(content, resident.slot.view(content.row.nbytes))

@@ -89,11 +89,6 @@ def add(db: Session, row: ContentRow) -> None:
     )
 
 
-def has(db: Session, content: str) -> bool:
-    """Whether the content is known."""
-    return db.execute("SELECT 1 FROM contents WHERE id = ?", (content,)).fetchone() is not None
-
-
 def bind(db: Session, row: NameRow) -> None:
     """Let the name mean this content from now on; what it meant before goes if nothing else needs it."""
     before = db.execute(

@@ -12,6 +12,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,7 @@ from service.folder import DataFolder, FolderBroken, refusing
 from service.session import Session
 from service.store import files, index
 from service.store.conditions import Conditions
-from service.store.content import Content, Hold
+from service.store.content import Content, Hold, Source
 from service.store.contents import Contents
 from service.store.effects import Effects
 from service.store.files import FolderFiles
@@ -33,6 +34,15 @@ from service.store.notes import Notes
 from service.store.store import Binding, Entry, StoreSettings, TensorStore, entry_of
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Untold:
+    """A result and its name, which in the index still means `before`."""
+
+    content: Content
+    name: NameRow
+    before: Content | None
 
 
 class LocalStore(TensorStore):
@@ -61,6 +71,9 @@ class LocalStore(TensorStore):
         )
         super().__init__(self.database, effects, contents, clock)
         self._names: Names[Content] = Names()
+        #: Names whose meaning the index hasn't heard of.
+        self._untold: dict[tuple[str, str], _Untold] = {}
+        contents.before_write = self._tell_of
         self._notes = Notes(self.folder.path / "results.notes")
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
@@ -103,14 +116,13 @@ class LocalStore(TensorStore):
 
         def commit(db: Session) -> None:
             for row, name in open_ones:
-                if not index.has(db, row.id):
-                    index.add(db, row)
-                    index.bind(db, name)
+                index.add(db, row)
+                index.bind(db, name)
 
         if open_ones:
             await self.database.write(commit)
-            for row, _ in open_ones:
-                self._notes.drop(row.id)
+            for _, name in open_ones:
+                self._notes.drop(name)
 
     async def _whole(self, known: set[str]) -> set[str]:
         """Ids of the contents whose file is there."""
@@ -154,6 +166,10 @@ class LocalStore(TensorStore):
 
     # Changes
 
+    async def put_soon(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
+        """Nothing here waits but for the name, so who leaves leaves nothing half done."""
+        return await self._put_soon(binding, source, conditions)
+
     async def bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:
         """Let the name mean the held content, if the conditions still hold."""
         if soft:
@@ -170,32 +186,41 @@ class LocalStore(TensorStore):
         return entry_of(Named(name.owner, name.name, binding.hold.content, name.created, name.expires))
 
     async def _bind_soon(self, binding: Binding, conditions: Conditions) -> Entry:
-        """Let the name mean the held content now; the index hears of it beside, and a note tells until then."""
+        """Let the name mean the held content now. A note tells so until the index does (see `_tell`)."""
         content = binding.hold.content
         row = content.row
-        lock = self._lock(row.owner, binding.name)
-        await lock.acquire()
-        try:
+        key = row.owner, binding.name
+        async with self._lock(*key):
             await self.check(row.owner, binding.name, conditions)
             now = self.clock()
             expires = None if binding.ttl is None else now + binding.ttl
             name = NameRow(row.owner, binding.name, row.id, now, expires)
             with refusing():
                 self._notes.add(row, name)
-        except BaseException:
-            lock.release()
-            raise
-        content.needs += 1
-        named = Named(row.owner, binding.name, content, now, expires)
-        before = self._names.set(named)
-        self.effects.spawn(self._commit_soon(lock, content, name, before))
+            content.needs += 1
+            named = Named(row.owner, binding.name, content, now, expires)
+            replaced, untold = self._names.set(named), self._untold.get(key)
+            self._untold[key] = _Untold(content, name, replaced if untold is None else untold.before)
+            if untold is not None:
+                self.contents.drop(untold.content)
         return entry_of(named)
 
-    async def _commit_soon(
-        self, lock: asyncio.Lock, content: Content, name: NameRow, before: Content | None
-    ) -> None:
-        """Tell the index, then who waits for the name. What it refuses is lost, as the note says."""
-        row = content.row
+    async def _tell_of(self, content: Content) -> None:
+        """A result is about to be written: its name must be in the index."""
+        key = content.row.owner, content.row.name
+        untold = self._untold.get(key)
+        if untold is not None and untold.content is content:
+            async with self._lock(*key):
+                await self._tell(key)
+
+    async def _tell(self, key: tuple[str, str]) -> None:
+        """Let the index know what a name means, whose lock is held; to the end, whoever leaves."""
+        untold = self._untold.pop(key, None)
+        if untold is not None:
+            await self.effects.to_the_end(self._commit(untold))
+
+    async def _commit(self, untold: _Untold) -> None:
+        content, name, row = untold.content, untold.name, untold.content.row
 
         def commit(db: Session) -> None:
             index.add(db, row)
@@ -203,15 +228,15 @@ class LocalStore(TensorStore):
 
         try:
             await self.database.write(commit, soft=True)
-            with refusing():
-                self._notes.drop(row.id)
         except ServiceError as error:
             logger.error("the result %r is lost: %s", name.name, error.detail)
             self.contents.lose(content)
-        finally:
-            lock.release()
-            if before is not None:
-                self.contents.drop(before)
+        try:
+            self._notes.drop(name)
+        except OSError as error:
+            logger.error("a note of the result %r stays: %s", name.name, error)
+        if untold.before is not None:
+            self.contents.drop(untold.before)
 
     @contextlib.asynccontextmanager
     async def binding(self, owner: str, bindings: Sequence[Binding]) -> AsyncIterator[list[NameRow]]:
@@ -219,6 +244,7 @@ class LocalStore(TensorStore):
         async with contextlib.AsyncExitStack() as stack:
             for name in sorted({binding.name for binding in bindings}):
                 await stack.enter_async_context(self._lock(owner, name))
+                await self._tell((owner, name))
             now = self.clock()
             rows = [
                 NameRow(owner, b.name, b.hold.content.row.id, now, None if b.ttl is None else now + b.ttl)
@@ -235,6 +261,7 @@ class LocalStore(TensorStore):
     async def unbind(self, named: Named[Content]) -> None:
         """Forget the name, if it still means this."""
         async with self._lock(named.owner, named.name):
+            await self._tell((named.owner, named.name))
             id_ = named.content.row.id
             await self.database.write(lambda db: index.unbind(db, named.owner, named.name, id_))
             if self._names.remove(named):

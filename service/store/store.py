@@ -217,10 +217,10 @@ class TensorStore(ABC):
             await self.check(owner, name, conditions)
             self.contents.check_share(owner, nbytes, share)
             hold = self.contents.reserve(owner, name, nbytes, dtype, shape, id_=id_)
-            put = self._put_durable if durable else self._put_soon
-            return await self.effects.to_the_end(
-                put(Binding(name, hold, ttl), Source(source, start, nbytes), conditions)
-            )
+            binding, origin = Binding(name, hold, ttl), Source(source, start, nbytes)
+            if not durable:
+                return await self.put_soon(binding, origin, conditions)
+            return await self.effects.to_the_end(self._put_durable(binding, origin, conditions))
 
     async def _put_durable(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
         try:
@@ -231,6 +231,10 @@ class TensorStore(ABC):
             return entry
         finally:
             binding.hold.release()
+
+    async def put_soon(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
+        """Store a result whose file follows."""
+        return await self.effects.to_the_end(self._put_soon(binding, source, conditions))
 
     async def _put_soon(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
         try:

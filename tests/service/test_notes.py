@@ -22,29 +22,32 @@ def pair(id_: str, name: str = "d") -> notes.Note:
 def test_what_was_not_dropped_is_open_after_a_start(tmp_path: Path) -> None:
     one = Notes(tmp_path / "notes")
     assert one.open() == []
-    for id_ in ("one", "two", "three"):
-        one.add(*pair(id_))
-    one.drop("two")
+    for id_, name in (("one", "a"), ("two", "b"), ("three", "c"), ("four", "c"), ("five", "c")):
+        one.add(*pair(id_, name))
+    one.drop(pair("two", "b")[1])
+    one.drop(pair("four", "c")[1])  # has been replaced: that it is there says nothing of the last
     one.close()
     with open(tmp_path / "notes", "ab") as file:
         file.write(b'[["cut')
     again = Notes(tmp_path / "notes")
-    assert again.open() == [pair("one"), pair("three")]
+    assert again.open() == [pair("one", "a"), pair("five", "c")]
     again.close()
 
 
-def test_the_file_is_cut_when_nothing_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_replaced_by_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notes, "MOST_BYTES", 1000)
     one = Notes(tmp_path / "notes")
     one.open()
-    one.add(*pair("open"))
-    for n in range(20):
+    one.add(*pair("open", "a"))
+    for n in range(40):
         one.add(*pair(str(n)))
-        one.drop(str(n))
-    assert os.path.getsize(tmp_path / "notes") > 1000
-    one.drop("open")
-    assert os.path.getsize(tmp_path / "notes") == 0
+        assert os.path.getsize(tmp_path / "notes") < 1300
+    one.drop(pair("39")[1])
     one.close()
+    again = Notes(tmp_path / "notes")
+    assert again.open() == [pair("open", "a")]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    again.close()
 
 
 async def test_a_result_that_the_index_never_got_is_lost_and_not_what_its_name_meant_before(
