@@ -163,10 +163,15 @@ def alive() -> None:
 
 def gpu(index: int) -> Tester:
     """The tester of own variants and of cuBLAS on GPU `index`."""
+    import torch
+
     from kernels import selftest
     from kernels.runtime import Runtime
 
     runtime = Runtime.of(index)
+    # The context, cuBLAS and the first launch take their time, which is no variant's.
+    warm = torch.ones((64, 64), dtype=torch.float16, device=runtime.place)
+    (warm @ warm).sum().item()
     by_name = {each.name: each for each in (*runtime.variants, *runtime.grouped)}
 
     def test(name: str) -> Outcome:

@@ -1,7 +1,7 @@
 """The worker process, owner of the device: receives batches over the link, hands on their outcomes.
 
-One thread reads the link and answers pings; the main thread drives the device; questions that take their time
-have a thread of their own. Tensors are in the arena, mapped by front and worker.
+The main thread reads the link, answers pings and drives the device, where driving only queues; where it computes, a
+thread of its own reads. Questions that take their time have another. Tensors are in the arena, which both map.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -47,6 +48,8 @@ from service.messages import (
 from service.version import version
 
 log = logging.getLogger("gemm.worker")
+
+ToDevice = Batch | Forget | Settled | Map | Unmap
 
 _PR_SET_PDEATHSIG = 1
 
@@ -121,31 +124,35 @@ class Worker:
         self._link = link
         self._driver = driver
         self._descriptors = descriptors
-        self._inbox: queue.SimpleQueue[Batch | Forget | Settled | Map | Unmap | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToDevice | None] = queue.SimpleQueue()
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
 
     def run(self) -> int:
-        """Drive the device from this thread. Returns the exit status."""
-        threading.Thread(target=self._read, name="link", daemon=True).start()
+        """Drive the device until the front drains it. Returns the exit status."""
         threading.Thread(target=self._answer, name="asks", daemon=True).start()
-        while True:
-            message = self._inbox.get()
-            if message is None:
-                break
-            match message:
-                case Batch():
-                    self._driver.submit(message, self._link.send)
-                case Forget():
-                    self._driver.forget(message.tensors)
-                case Settled():
-                    self._driver.settled(message.tensors)
-                case Map():
-                    self._map(message)
-                case Unmap():
-                    self._driver.unmap(message.region)
+        if self._driver.only_queues:
+            # One thread less between a batch and the device.
+            self._read(self._take)
+        else:
+            threading.Thread(target=self._read, args=(self._inbox.put,), name="link", daemon=True).start()
+            while (message := self._inbox.get()) is not None:
+                self._take(message)
         self._driver.close()
         self._link.close()
         return 0
+
+    def _take(self, message: ToDevice | None) -> None:
+        match message:
+            case Batch():
+                self._driver.submit(message, self._link.send)
+            case Forget():
+                self._driver.forget(message.tensors)
+            case Settled():
+                self._driver.settled(message.tensors)
+            case Map():
+                self._map(message)
+            case Unmap():
+                self._driver.unmap(message.region)
 
     def _map(self, message: Map) -> None:
         """A region that can't be mapped stays unknown; what names it is refused."""
@@ -155,7 +162,8 @@ class Worker:
         except (OSError, ValueError) as error:
             log.warning("a client's memory of %d bytes can't be mapped: %s", message.nbytes, error)
 
-    def _read(self) -> None:
+    def _read(self, take: Callable[[ToDevice | None], None]) -> None:
+        """Read the link and answer pings; what concerns the device goes to `take`, and None at the end."""
         while True:
             messages = self._link.receive()
             if messages is None:
@@ -166,7 +174,7 @@ class Worker:
                     case Ping():
                         self._link.send(Pong(message.number))
                     case Batch() | Forget() | Settled() | Map() | Unmap():
-                        self._inbox.put(message)
+                        take(message)
                     case Fetch():
                         self._fetch(message)
                     case Ask():
@@ -174,7 +182,9 @@ class Worker:
                     case Hung():
                         self._driver.hung()
                     case Drain():
-                        self._inbox.put(None)
+                        take(None)
+                        if self._driver.only_queues:
+                            return
 
     def _fetch(self, message: Fetch) -> None:
         def fetched(lost: str) -> None:

@@ -29,6 +29,9 @@ class Driver(Protocol):
         """The reference library."""
         ...
 
+    #: Whether `submit` only queues, so that whoever calls it still answers pings in time.
+    only_queues: bool
+
     #: Whether rows keep their bits when stacked on this device, as a self-test found.
     stacking: bool
 

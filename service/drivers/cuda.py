@@ -73,6 +73,8 @@ class CudaDriver:
     """See service.drivers.base.Driver: GPU `index` of those that CUDA_VISIBLE_DEVICES leaves."""
 
     backend = "cublas"
+    #: Blocks only while the lanes hold more batches than the front sends ahead.
+    only_queues = True
 
     def __init__(self, memory: Memory, index: int = 0) -> None:
         self._memory = memory

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.service import shared
 from tests.service.real import Service
+
+if TYPE_CHECKING:  # psycopg isn't everywhere
+    from tests.service import shared
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +25,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[shared.Postgres]:
     """A real PostgreSQL; each test takes a database of its own."""
+    from tests.service import shared
+
     with shared.postgres() as server:
         yield server
 
@@ -29,5 +34,7 @@ def postgres() -> Iterator[shared.Postgres]:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[shared.S3]:
     """A real S3 server; each test takes a bucket of its own."""
+    from tests.service import shared
+
     with shared.s3() as server:
         yield server
