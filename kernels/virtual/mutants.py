@@ -352,6 +352,9 @@ def _tasks(arch: str, step: int, root: Path | None) -> list[_Task]:
     case = case_of(arch, step)
     have(arch, [case.function], root)
     subject = _subject(arch, root)
+    sound = fate(subject, case, Mutant("nothing", 0, "", "", subject.ptx(case.function)))
+    if sound.killed_by:
+        raise AssertionError(f"{case.function} as it is: {sound.killed_by} under {sound.schedule}")
     found = [*mistakes(case, arch, root), *mutants(subject.ptx(case.function), lines_run(subject, case))]
     return [_Task(arch, root, case, mutant) for mutant in found]
 
