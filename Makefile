@@ -118,8 +118,13 @@ bench-transport: $(VENV)/.dev ## Measure the ways to hand over large operands, t
 	$(BIN)/python -m benchmarks.transport
 
 bench-gpu: ## Measure kernels, ladder and service on one GPU (MACHINE=name); writes benchmarks/results
-	$(BIN)/python -m benchmarks.suite --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.suite --all --profile --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.suite --dtype bf16 --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.suite --layouts --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.grouped --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.ladder --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.sanitizer --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.planted --racecheck --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.gpu_service --machine $(MACHINE)
 
 bench-gpus: ## Measure all GPUs of this host together (MACHINE=name); writes benchmarks/results
