@@ -16,8 +16,8 @@ from kernels.perfetto import Span
 
 Array = np.ndarray[Any, np.dtype[Any]]
 CONSUMERS = 2
-NEAR = 128  # cycles; events closer than this have no order that would mean anything
-HORIZON = 2048  # cycles: two blocks of K at 128×256
+NEAR = 128  # cycles; a poll of the warp that watches
+BLOCK = 1024  # cycles that the tensor cores take for a block of K at 128×256
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +175,16 @@ def out_of_turn(timeline: Timeline, depth: int, rank: int = 0) -> list[str]:
     return wrong
 
 
-def same_order(one: Timeline, other: Timeline, rank: int = 0) -> float:
-    """Share of the pairs of events, NEAR to HORIZON apart in `one`, that come in the same order in `other`."""
+def same_order(one: Timeline, other: Timeline, depth: int, rank: int = 0) -> float:
+    """Share of the pairs of events, one to two laps of the ring apart in `one`, that `other` has in the same order.
+
+    Within a lap of `depth` stages a role may run ahead as far as it can, so there only what `out_of_turn` holds
+    has an order; beyond a lap everything has.
+    """
     a, b = one.events(rank), other.events(rank)
     if a.keys() != b.keys():
         raise ValueError("the timelines are of different problems")
     x, y = np.array(list(a.values())), np.array([b[key] for key in a])
     apart = x[None, :] - x[:, None]
-    near = (apart > NEAR) & (apart < HORIZON)
+    near = (apart > depth * BLOCK) & (apart < 2 * depth * BLOCK)
     return float(np.mean((y[None, :] - y[:, None])[near] > 0))
