@@ -18,7 +18,7 @@ from tests.service.real import Service, result, running
 
 MIB = 1 << 20
 #: Seconds that each fsync takes on the slow disk.
-SLOW = 0.3
+SLOW = 1.0
 
 
 @contextlib.contextmanager
