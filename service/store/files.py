@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,7 @@ def extent(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DType(dtype).itemsize
 
 
+@lru_cache(maxsize=4096)
 def header(dtype: str, shape: tuple[int, ...]) -> bytes:
     """What stands before the data: length and JSON, padded so that the data begins aligned."""
     entry = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [0, extent(dtype, shape)]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import astuple
 from pathlib import Path
 
 import msgspec
@@ -102,4 +101,8 @@ class Notes:
 
 
 def _line(row: ContentRow, name: NameRow) -> bytes:
-    return msgspec.json.encode((astuple(row), astuple(name))) + b"\n"
+    content = (row.id, row.owner, row.name, row.etag, row.dtype, row.shape, row.nbytes, row.whole)
+    return (
+        msgspec.json.encode((content, (name.owner, name.name, name.content, name.created, name.expires)))
+        + b"\n"
+    )
