@@ -16,7 +16,7 @@ from kernels.perfetto import Span
 
 Array = np.ndarray[Any, np.dtype[Any]]
 CONSUMERS = 2
-NEAR = 128  # cycles; a poll of the warp that watches
+NEAR = 256  # cycles that the warp that watches may see a barrier flip late: 131 on an H200
 BLOCK = 1024  # cycles that the tensor cores take for a block of K at 128×256
 
 

@@ -50,7 +50,9 @@ def _module() -> str:
 
 
 def _commit() -> str:
-    """From git, or GEMM_COMMIT where no checkout is; "+" marks uncommitted changes."""
+    """GEMM_COMMIT, for a tree carried elsewhere, else git's; "+" marks uncommitted changes."""
+    if named := os.environ.get("GEMM_COMMIT"):
+        return named
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
