@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,7 +202,8 @@ def _fake_cuda() -> None:
     cuda.Stream = stream
     cuda.current_stream = lambda *_, **__: stream()
     cuda.init = lambda: None
-    cuda.CUDAGraph = type("CUDAGraph", (), {})  # scripts only name it, for timing that isn't asked for
+    cuda.CUDAGraph = type("CUDAGraph", (), {"replay": lambda self: None})
+    cuda.graph = lambda *_, **__: nullcontext()  # what would be captured runs at once
     tensor: Any = torch.Tensor
     plain_to = tensor.to
     tensor.to = lambda self, *a, **k: plain_to(
