@@ -140,6 +140,9 @@ class Cta:
         self.freed_from: int | None = None  # where the other CTA of a pair has freed it
         self._tmem_shadow: Shadow | None = None
         self.register_waits: dict[int, dict[int, int]] = {}
+        self.given: dict[
+            tuple[int, int], set[int]
+        ] = {}  # warps that gave registers up, by warpgroup and place
         threads = int(np.prod(launch.block))
         self.warps = [Warp(self, n) for n in range(-(-threads // 32))]
 
@@ -216,6 +219,9 @@ class Cta:
                 f"CTA {self.label} exits, and nothing orders that after {who} at {where}, which reaches it "
                 f"from another CTA (one of {len(unknown)})",
             )
+        for (number, at), warps in self.given.items():
+            if len(warps) < sum(w.index // 4 == number for w in self.warps):
+                self.machine.lint(at, "not every warp of the warpgroup gives up its registers")
         for node, issue in self.signals.items():
             if self.machine.detector is not None and not self.known >> node & 1:
                 text = (
@@ -228,9 +234,13 @@ class Cta:
                 self.machine.find("barrier", f"CTA {self.label} exits while {barrier} waits for bytes")
 
     def set_registers(self, group: Group, way: str, count: int) -> bool:
-        """setmaxnreg: all four warps of a warpgroup have to execute it."""
+        """setmaxnreg: all four warps of a warpgroup have to execute it. Who gives registers up doesn't wait."""
         warp = group.warp
         key = warp.index // 4
+        if way == "dec":
+            warp.registers = count
+            self.given.setdefault((key, group.at), set()).add(warp.index)
+            return True
         arrived = self.register_waits.setdefault(key, {})
         arrived.setdefault(warp.index, 0)
         members = [w for w in self.warps if w.index // 4 == key]

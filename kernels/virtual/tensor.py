@@ -275,8 +275,8 @@ class TensorMixin:
         m, n = (idesc >> 24 & 31) << 4, (idesc >> 17 & 63) << 3
         if (m, pair) not in ((64, 1), (128, 1), (128, 2), (256, 2)) or not 8 <= n <= 256 or n % (8 * pair):
             raise self.fault("protocol", f"an MMA of {m} x {n} by {pair} CTAs")
-        if idesc >> 4 & 3 != 1:
-            raise self.fault("protocol", "an accumulator other than fp32")
+        if idesc >> 4 & 3 > 1:
+            raise self.fault("protocol", "an accumulator other than fp32 and fp16")
         group = self
 
         def run() -> None:
@@ -306,12 +306,13 @@ class TensorMixin:
             product = -product
         for index, cta in enumerate(ctas):
             rows = product[index * (m // pair) : (index + 1) * (m // pair)]
-            self._accumulate(cta, d, rows, accumulate, issue, split=(m, pair) == (128, 2))
+            half = not idesc >> 4 & 3
+            self._accumulate(cta, d, rows, accumulate, issue, split=(m, pair) == (128, 2), half=half)
 
     def _accumulate(
-        self, cta: Cta, d: int, rows: np.ndarray, accumulate: bool, issue: Issue, *, split: bool
+        self, cta: Cta, d: int, rows: np.ndarray, accumulate: bool, issue: Issue, *, split: bool, half: bool
     ) -> None:
-        """Put rows of the product where the accumulator's layout has them."""
+        """Put rows of the product where the accumulator's layout has them; `half`: fp16 in the low half of a word."""
         column = d & 0xFFFF
         columns = rows.shape[1] // 2 if split else rows.shape[1]
         self._allocated(cta, column, columns, issue)
@@ -321,7 +322,11 @@ class TensorMixin:
         if split:  # lanes 0-63 hold the first half of the columns, 64-127 the second
             rows = np.concatenate([rows[:, :columns], rows[:, columns:]])
         lanes: Any = slice(0, LANES) if rows.shape[0] == LANES else _lane_order(rows.shape[0]) + (d >> 16)
-        if accumulate:
+        if half:
+            words = cta.tmem[:, column : column + columns]
+            old = words[lanes].astype(np.uint16).view(np.float16) if accumulate else np.float32(0)
+            words[lanes] = (rows + old).astype(np.float16).view(np.uint16)
+        elif accumulate:
             tmem[lanes] += rows
         else:
             tmem[lanes] = rows

@@ -287,3 +287,10 @@ def test_two_halves_are_packed_into_a_register() -> None:
     out = np.zeros(32, np.uint32)
     good(execute(body, out))
     np.testing.assert_array_equal(out, np.arange(32) + 5 | np.arange(32) + 7 << 16)
+
+
+def test_fp16_accumulators_lie_in_the_low_halves() -> None:
+    run, out, expected = multiply(idesc=str(IDESC & ~(3 << 4)))
+    good(run)
+    low = out.view(np.uint32).astype(np.uint16).view(np.float16)
+    np.testing.assert_array_equal(low, expected)
