@@ -130,12 +130,22 @@ def gemm_grouped(
 
 def _apart(calls: Sequence[_Call]) -> None:
     """Raise ValueError where a result shares memory with another product's tensors."""
-    for i, writer in enumerate(calls):
-        for j, other in enumerate(calls):
-            for name in ("a", "b", "c", "bias", "d"):
-                x = getattr(other, name)
-                if i != j and x is not None and overlap(writer.d, _flat(x)):
-                    raise ValueError(f"out of product {i} overlaps {name} of product {j}")
+    names = ("a", "b", "c", "bias", "d")
+    tensors = [
+        (i, name, _flat(x))
+        for i, call in enumerate(calls)
+        for name in names
+        if (x := getattr(call, name)) is not None and x.numel()
+    ]
+    spans = sorted(((*_span(x), i, name, x) for i, name, x in tensors), key=lambda each: each[:4])
+    for number, (_, end, i, name, x) in enumerate(spans):
+        for start, _, j, other, y in spans[number + 1 :]:
+            if start >= end:
+                break
+            if i == j or "d" not in (name, other) or not overlap(x, y):
+                continue
+            writer, reader, of = (i, j, other) if name == "d" else (j, i, name)
+            raise ValueError(f"out of product {writer} overlaps {of} of product {reader}")
 
 
 def _flat(x: Any) -> Any:
