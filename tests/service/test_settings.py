@@ -203,12 +203,16 @@ def test_a_password_is_not_repeated() -> None:
     assert "pass-word" not in repr(settings)
 
 
-def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from service import app
-
-    for name in ("service.postgres", "service.store.cluster", "service.store.objects"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "psycopg", None)
-    settings = load(environ={"GEMM_STORE": "s3://bucket", "GEMM_JOURNAL": "postgresql://host/database"})
-    with pytest.raises(SettingsError, match=r"pip install 'gemm-service\[cluster\]'"):
-        app.store_of(settings, None, lambda *tensors: None)  # type: ignore[arg-type]
+def test_without_the_extra_it_is_said_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["psycopg"] = None
+from service import app
+from service.settings import load
+settings = load(environ={"GEMM_STORE": "s3://bucket", "GEMM_JOURNAL": "postgresql://host/database"})
+app.store_of(settings, None, lambda *tensors: None)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "SettingsError" in ran.stderr
+    assert "pip install 'gemm-service[cluster]'" in ran.stderr
