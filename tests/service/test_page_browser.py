@@ -228,7 +228,8 @@ def test_the_roofline_has_this_devices_roofs_and_points(browser: Browser, busy: 
         page.get_by_label("device").select_option("b200")
         expect(roofs).to_contain_text("by datasheet")
         expect(roofs).to_contain_text("8.00 TB/s")
-        assert page.locator("#view-roofline .stop.predicted").count() == 6
+        predicted = api(busy, "/ladder")["predicted"]["chips"]["b200"]["steps"]
+        assert page.locator("#view-roofline .stop.predicted").count() == len(predicted) == 7  # Steps 3 to 9
         page.get_by_label("highlight").select_option("fp32")
         expect(page.locator("#view-roofline polyline.roof:not(.other)")).to_have_attribute(
             "data-dtype", "fp32"
