@@ -56,6 +56,10 @@ LAST_WORDS_SECONDS = 1.0
 #: Converting and moving operands on a busy computer; a batch that takes this long for its bytes doesn't hang.
 SLOWEST_BYTES_PER_SECOND = 1e8
 
+#: What a device may drop is told with the next message; by itself after so many seconds. A message wakes the worker,
+#: which on some machines takes the front as long as the rest of a reply.
+FORGET_SECONDS = 0.01
+
 #: Share of a GPU's memory that its cache of stored tensors takes, as service.drivers.cuda has it.
 CACHE_SHARE = 0.5
 
@@ -119,6 +123,11 @@ class Handle:
     _link: FrontLink | None = None
     _descriptors: socket.socket | None = None
     _mapped: set[int] = field(default_factory=set)
+    #: Stored tensors that its device may have, and those of them that it may drop, which it doesn't know yet.
+    _named: set[str] = field(default_factory=set)
+    _gone: list[str] = field(default_factory=list)
+    _gone_by: float = 0.0
+    _telling: asyncio.TimerHandle | None = None
     _process: subprocess.Popen[bytes] | None = None
     _asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     _ask_number: int = 0
@@ -259,6 +268,8 @@ class Handle:
             self._descriptors.close()
             self._descriptors = None
         self._mapped.clear()
+        self._named.clear()
+        self._gone.clear()
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(ServiceError("no_worker", "the worker ended before it answered"))
@@ -273,6 +284,9 @@ class Handle:
                 flight = self.flights.pop(message.id, None)
                 if flight is not None:
                     self.failures = 0
+                    for work, item in zip(flight.works, message.items, strict=True):
+                        if not item.kept:
+                            self._named.discard(work.out.tensor)
                     self.on_done(self, flight, message)
             case Pong():
                 self._ponged = time.monotonic()
@@ -297,7 +311,12 @@ class Handle:
             future.set_result(answer.value)
 
     def _send(self, message: ToWorker) -> None:
-        if self._link is not None:
+        if self._link is None:
+            return
+        if self._gone:
+            self._link.send(Forget(tuple(self._gone)), message)
+            self._gone.clear()
+        else:
             self._link.send(message)
 
     def send(self, flight: Flight) -> None:
@@ -309,6 +328,7 @@ class Handle:
                     self.residency.note(operand)
         for work in flight.works:
             self._map(work)
+            self._named.update(operand.tensor for operand in (*stored(work), work.out) if operand.tensor)
         self._send(flight.batch)
 
     def _map(self, work: Work) -> None:
@@ -333,10 +353,30 @@ class Handle:
             self._send(Unmap(number))
 
     def forget(self, tensors: tuple[str, ...]) -> None:
-        """Tell a device cache what was deleted or replaced."""
+        """Tell a device cache soon what was deleted or replaced, if it may be there."""
         if self.residency is not None:
             self.residency.forget(tensors)
-        self._send(Forget(tensors))
+        gone = self._named.intersection(tensors)
+        if not gone:
+            return
+        loop = asyncio.get_running_loop()
+        if not self._gone:
+            self._gone_by = loop.time() + FORGET_SECONDS
+        self._named -= gone
+        self._gone += gone
+        if self._telling is None:
+            self._telling = loop.call_at(self._gone_by, self._tell_of_gone)
+
+    def _tell_of_gone(self) -> None:
+        self._telling = None
+        if not self._gone or self._link is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._gone_by:  # those that it was set for went along with a message
+            self._telling = loop.call_at(self._gone_by, self._tell_of_gone)
+            return
+        self._link.send(Forget(tuple(self._gone)))
+        self._gone.clear()
 
     async def ask(self, what: str, args: dict[str, Any], timeout: float) -> Any:
         """Ask the kernels side; raises ServiceError where it refuses, ends or takes longer than `timeout` s."""

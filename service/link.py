@@ -106,10 +106,10 @@ class FrontLink(asyncio.Protocol):
         self._transport = None
         self._lost()
 
-    def send(self, message: ToWorker) -> None:
-        """Send; dropped where the link is gone (the supervisor hears of that through `lost`)."""
+    def send(self, *messages: ToWorker) -> None:
+        """Send, in one call; dropped where the link is gone (the supervisor hears of that through `lost`)."""
         if self._transport is not None:
-            self._transport.write(self._encoder.frame(message))
+            self._transport.write(b"".join(map(self._encoder.frame, messages)))
 
     def close(self) -> None:
         """Close the front's end."""
