@@ -21,7 +21,7 @@ from benchmarks.load import free_port
 from tests.service.real import running
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("install")]  # one process: what was installed is shared
 
 
 def run(command: list[str] | str, cwd: Path, *, seconds: float = 600, **environ: str) -> str:
