@@ -119,12 +119,14 @@ def _stack_key(work: Work) -> tuple[object, ...] | None:
 class Limits:
     """Bounds of one batch: requests, rows of a stack, and estimated seconds of a group.
 
-    The last also bounds what a stack takes along of lower priority than its head's.
+    `group_seconds` also bounds what a stack takes along of lower priority than its head's. A device computes a
+    product of `long_seconds` for far longer than its message takes.
     """
 
     requests: int = 64
     rows: int = 16384
     group_seconds: float = 0.005
+    long_seconds: float = 0.0005
     delay: float = 0.0
 
 
@@ -196,6 +198,10 @@ class Queue:
         if self.depth >= self.limits.requests:
             return 0.0
         return max(0.0, head.arrived + self.limits.delay - now)
+
+    def is_long(self, work: Work) -> bool:
+        """Whether nothing could be stacked with it, and it takes a device a while."""
+        return work.stack_key is None and work.seconds >= self.limits.long_seconds
 
     def take(
         self, head: Work | None = None, *, stacking: bool = True, fits: Callable[[Work], bool] = _any

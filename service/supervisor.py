@@ -312,11 +312,13 @@ class Supervisor:
             self._timer = None
         while self.queue.depth:
             open_ones = [h for h in self._ready() if self._has_room(h)]
-            if not open_ones:
-                return
-            head = self.queue.first(partial(self._fits, open_ones))
+            head = self.queue.first(partial(self._fits, open_ones)) if open_ones else None
             if head is None:
-                return
+                head = self.queue.head
+                assert head is not None
+                open_ones = [h for h in self._ready() if self._has_room_for_one_more(h, head)]
+                if not open_ones or not self._fits(open_ones, head):
+                    return
             now = time.monotonic()
             wait = self.queue.wait(now)
             if wait > 0:
@@ -352,6 +354,17 @@ class Supervisor:
         if len(handle.flights) >= self.options.ahead:
             return False
         return handle.residency is not None or handle.queued_seconds < LINK_SECONDS
+
+    def _has_room_for_one_more(self, handle: Handle, work: Work) -> bool:
+        """Whether a GPU that has its batches takes another, whose head is this work.
+
+        One that nothing could be stacked with has nothing to wait for in the queue, and a GPU whose first batch
+        ends still has two while the clients who are answered ask again.
+        """
+        if handle.residency is None or not self.queue.is_long(work):
+            return False
+        seconds = self.options.ahead * self.options.limits.group_seconds
+        return len(handle.flights) == self.options.ahead and handle.queued_seconds + work.seconds <= seconds
 
     def _launch(self, handle: Handle, works: tuple[Work, ...], *, stacked: bool, now: float) -> None:
         batch = Batch(
