@@ -220,7 +220,10 @@ class Supervisor:
         self._waiting[work.id] = waiting
         self._idle.clear()
         self.queue.put(work)
-        self._dispatch_soon()
+        if work.stack_key is None:  # has nothing to gain by waiting for company
+            self._dispatch()
+        else:
+            self._dispatch_soon()
         try:
             return await waiting.future
         except asyncio.CancelledError:
