@@ -46,8 +46,13 @@ class Bench:
             while not true():  # type: ignore[operator]
                 await asyncio.sleep(0.01)
 
-    def work(self, a: np.ndarray, b: np.ndarray, **fields: object) -> tuple[Work, np.ndarray]:
-        """A work over new slots, which go when it is done, and D's array (in a slot of the test's own)."""
+    def work(
+        self, a: np.ndarray, b: np.ndarray, *, tensor: str = "", **fields: object
+    ) -> tuple[Work, np.ndarray]:
+        """A work over new slots, which go when it is done, and D's array (in a slot of the test's own).
+
+        `tensor` names B where it counts as stored.
+        """
         slots = [self.slots.allocate(x.nbytes) for x in (a, b)]
         for slot, x in zip(slots, (a, b), strict=True):
             slot.view(x.nbytes)[:] = x.tobytes()
@@ -63,7 +68,7 @@ class Bench:
         work = Work(
             id=self.supervisor.work_id(),
             a=Operand(slots[0].offset, a.nbytes, kind, a.shape),
-            b=Operand(slots[1].offset, b.nbytes, kind, b.shape),
+            b=Operand(slots[1].offset, b.nbytes, kind, b.shape, tensor=tensor),
             out=Operand(out.offset, nbytes, kind, shape),
             params=Params(kind),
             release=release,
@@ -240,6 +245,12 @@ def test_an_outcome_tells_its_time_by_stage_word() -> None:
     assert outcome.stages(0.7)["link"] == 0  # a stack's seconds are those of the batch
 
 
-async def test_what_arrives_in_one_turn_of_the_loop_is_one_batch(bench: Bench) -> None:
-    outcomes = await asyncio.gather(*(bench.gemm(A, B, deadline=None) for _ in range(30)))
+async def test_what_can_stack_and_arrives_in_one_turn_of_the_loop_is_one_batch(bench: Bench) -> None:
+    outcomes = await asyncio.gather(*(bench.gemm(A, B, tensor="w@1", deadline=None) for _ in range(30)))
     assert {outcome.batched for outcome in outcomes} == {30}
+
+
+async def test_what_cannot_stack_waits_for_no_company(bench: Bench) -> None:
+    outcomes = await asyncio.gather(*(bench.gemm(A, B, deadline=None) for _ in range(30)))
+    assert outcomes[0].batched == 1
+    assert sum(1 / outcome.batched for outcome in outcomes) < 30  # the rest went together
