@@ -56,7 +56,7 @@ perf-analyzer: $(VENV)/bin/python ## Install NVIDIA's perf_analyzer into .perf, 
 	@test -x .perf/bin/perf_analyzer || $(BIN)/python -m pip install --disable-pip-version-check --target .perf --no-deps tritonclient==2.48.0 nvidia-cuda-runtime-cu12==12.9.79
 
 test-ci: $(VENV)/.dev lint browser perf-analyzer ## Run the wider set: clean install, property tests, API fuzzing, README commands
-	$(PYTEST) -m $(CI) $(AGAIN) --timeout 600 -n 2 --dist loadgroup --durations 15 tests/test_install.py tests/kernels
+	$(PYTEST) -m $(CI) -r R --timeout 600 -n 2 --dist loadgroup --durations 15 tests/test_install.py tests/kernels
 	$(PYTEST) -m $(CI) $(AGAIN) --timeout 600 --durations 15 --ignore tests/kernels --ignore tests/test_install.py
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU

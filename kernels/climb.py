@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels import predict
+from kernels import predict, results
 from kernels.ladder import LADDER, Step
 from kernels.libraries import NotBuilt
 from kernels.probe import default_folder
@@ -40,7 +40,6 @@ from kernels.timing import (
     problem_of,
 )
 from kernels.tune import gpu_index
-from kernels.virtual import results
 
 ROUNDS = 10
 SMALL_PRODUCT = {

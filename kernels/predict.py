@@ -298,7 +298,7 @@ def main(argv: Sequence[str]) -> int:
 
 def write(chip: str) -> Path:
     """Write what the model says of the ladder at its own size beside what is known; hands back the file."""
-    from kernels.virtual import results
+    from kernels import results
 
     path = RESULTS / "cpu" / f"model-{chip}.json"
     what = f"model of {CHIPS[chip].chip.name} at {'×'.join(map(str, SIZE))}, fp16; not a measurement"

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels import perfetto
+from kernels import perfetto, results
 from kernels.call import code_of
 from kernels.chips import CHIPS
 from kernels.hopper.marks import FUNCTION, MARKS
@@ -29,7 +29,6 @@ from kernels.hopper.timeline import Timeline
 from kernels.libraries import Libraries
 from kernels.problem import DType, Problem
 from kernels.verify import check
-from kernels.virtual import results
 
 TILING = FAMILY[0].tiling
 CLUSTER = TILING.cluster

@@ -242,9 +242,8 @@ class Queue:
                 break
             if work is head or work.retries or rows + work.rows > self.limits.rows or not fits(work):
                 continue
-            if (
-                work.priority != head.priority
-            ):  # lower: it may come along only where the head hardly waits for it
+            if work.priority != head.priority:
+                # Lower: it may come along only where the head hardly waits for it.
                 if work.seconds > spare:
                     continue
                 spare -= work.seconds

@@ -101,7 +101,7 @@ class Supervisor:
         self._waiting: dict[int, _Waiting] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._due: asyncio.Handle | None = None
+        self._due = False
         self._orphaned = 0.0
         self._rates = Rates()
         self.ratio = FlopsRatio()
@@ -303,13 +303,17 @@ class Supervisor:
 
         They are tasks that run in the next turn, some of them after what is called soon now: hence two turns.
         """
-        if self._due is None:
+        if not self._due:
+            self._due = True
             loop = asyncio.get_running_loop()
-            self._due = loop.call_soon(loop.call_soon, self._dispatch)
+            loop.call_soon(loop.call_soon, self._dispatch_due)
+
+    def _dispatch_due(self) -> None:
+        self._due = False
+        self._dispatch()
 
     def _dispatch(self) -> None:
         """Give batches to workers that have room for one."""
-        self._due = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

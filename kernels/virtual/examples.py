@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kernels.virtual import results
+from kernels import results
 
 _ARGUMENTS = {
     "fp16_gemm": ["--mnk", "512,512,256"],

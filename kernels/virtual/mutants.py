@@ -23,9 +23,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from kernels import results
 from kernels.problem import DType, Problem
 from kernels.verify import check
-from kernels.virtual import edits, results
+from kernels.virtual import edits
 from kernels.virtual.host import on_device, run
 from kernels.virtual.machine import EARLY, LATE, Options, Schedule
 from kernels.virtual.ptx import PtxError

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kernels.virtual import results
+from kernels import results
 from kernels.virtual.cases import cases
 from kernels.virtual.machine import Options
 from kernels.virtual.ptx import PtxError

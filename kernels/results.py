@@ -28,33 +28,38 @@ def document(what: str, rows: Iterable[dict[str, Any]], **more: Any) -> dict[str
         "what": what,
         "machine": {"name": "cpu", "system": platform.release(), "cores": len(os.sched_getaffinity(0))},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), **dict(_versions())},
-        "commit": _commit(),
+        "command": command(),
+        "versions": versions(*_PACKAGES),
+        "commit": commit(),
         **more,
         "rows": list(rows),
     }
 
 
-def _versions() -> Iterable[tuple[str, str]]:
-    for name in _PACKAGES:
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python and of those `packages` that are installed."""
+    found = {"python": platform.python_version()}
+    for name in packages:
         try:
-            yield name, version(name)
+            found[name] = version(name)
         except PackageNotFoundError:
             continue
+    return found
 
 
-def _module() -> str:
+def command() -> str:
+    """How this process was started, as one types it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
+    module = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
+    return " ".join(["python", "-m", module, *sys.argv[1:]])
 
 
-def _commit() -> str:
+def commit() -> str:
     """GEMM_COMMIT, for a tree carried elsewhere, else git's; "+" marks uncommitted changes."""
     if named := os.environ.get("GEMM_COMMIT"):
         return named
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    run = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+"]
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
