@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import mmap
 import multiprocessing
 import os
@@ -34,7 +35,7 @@ from benchmarks import record
 from service.client import AsyncClient, Busy, GemmError
 from tests.service.real import Service, running
 
-#: Requests, and seconds, from one kill of the worker to the next at least.
+#: Requests to a kill of the worker, at most, and seconds from one kill to the next, at least.
 KILL_EVERY = 1500
 KILL_SECONDS = 3.0
 #: Actors of one process.
@@ -364,25 +365,31 @@ def walk(url: str, numbers: Sequence[int], steps: int, run: str, seed: int) -> t
 def walks(
     service: Service, pool: ProcessPoolExecutor, processes: int, requests: int, run: str, seed: int
 ) -> tuple[Counter[str], float]:
-    """All processes at once, while the worker is killed now and then."""
+    """All processes at once, while the worker is killed now and then: halfway through a short walk."""
     share = requests // (processes * ACTORS)
     numbers = [range(first * ACTORS, (first + 1) * ACTORS) for first in range(processes)]
     futures = [pool.submit(walk, service.url, mine, share, run, seed) for mine in numbers]
-    kills = _kill_until_done(service, futures)
+    kills = _kill_until_done(service, futures, min(KILL_EVERY, requests // 2))
     ended = [future.result() for future in futures]
     return sum((counts for counts, _ in ended), Counter(kill=kills)), max(late for _, late in ended)
 
 
-def _kill_until_done(service: Service, futures: Sequence[Future[Any]]) -> int:
-    """How often the worker was killed."""
-    kills, at, began = 0, _steps.value, time.monotonic()
-    while wait(futures, 0.1, FIRST_EXCEPTION).not_done:
+def _kill_until_done(service: Service, futures: Sequence[Future[Any]], every: int) -> int:
+    """How often the worker was killed; the first time after `every` steps, however fast they were."""
+    kills, at, began = 0, _steps.value, -math.inf
+    while wait(futures, 0.01, FIRST_EXCEPTION).not_done:
         if any(future.done() and future.exception() for future in futures):
             break
-        if _steps.value - at >= KILL_EVERY and time.monotonic() - began >= KILL_SECONDS and service.workers():
+        if _steps.value - at >= every and time.monotonic() - began >= KILL_SECONDS and service.workers():
             service.workers()[0].kill()
             kills, at, began = kills + 1, _steps.value, time.monotonic()
     return kills
+
+
+def _wait_restarted(service: Service, kills: int) -> None:
+    """Wait for a worker that is ready after the last kill."""
+    service.until(lambda: service.metric("gemm_worker_restarts_total") >= kills, 60, f"{kills} restarts")
+    service.until(service.is_ready, 60)
 
 
 def soak(data: Path, requests: int, *, processes: int = 1, seed: int = 1) -> dict[str, Any]:
@@ -395,13 +402,13 @@ def soak(data: Path, requests: int, *, processes: int = 1, seed: int = 1) -> dic
     ):
         service.ready()
         # Opens what stays open.
-        walks(service, pool, processes, 40 * ACTORS * processes, run, seed + 1)
-        service.until(service.is_ready, 60)
+        opened, _ = walks(service, pool, processes, 40 * ACTORS * processes, run, seed + 1)
+        _wait_restarted(service, opened["kill"])
         before = descriptors(service)
         began = time.monotonic()
         counts, late = walks(service, pool, processes, requests, run, seed)
         seconds = time.monotonic() - began
-        service.until(service.is_ready, 60)
+        _wait_restarted(service, opened["kill"] + counts["kill"])
         service.until(lambda: descriptors(service) <= before, 30, "descriptors as before")
         for state in ("request", "reply"):
             service.until(lambda s=state: service.metric("gemm_arena_bytes", state=s) == 0, 10, f"no {state}")
@@ -417,7 +424,7 @@ def soak(data: Path, requests: int, *, processes: int = 1, seed: int = 1) -> dic
             "slowest_seconds": late,
             "steps": dict(sorted(counts.items())),
             "descriptors": before,
-            "worker_restarts": service.metric("gemm_worker_restarts_total"),
+            "worker_restarts": service.metric("gemm_worker_restarts_total") - opened["kill"],
         }
 
 
