@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -129,15 +130,27 @@ class WorkerLink:
     def receive(self) -> list[ToWorker] | None:
         """Block for at least one message; None when the front is gone."""
         while True:
-            try:
-                data = self._end.recv(1 << 18)
-            except (ConnectionResetError, OSError):
-                return None
-            if not data:
-                return None
-            messages = self._frames.feed(data)
-            if messages:
+            messages = self._receive(0)
+            if messages != []:
                 return messages
+
+    def poll(self, seconds: float = 0.0) -> list[ToWorker] | None:
+        """The messages that are here, or come within `seconds`; None when the front is gone."""
+        if seconds:
+            select.select([self._end], [], [], seconds)
+        try:
+            return self._receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+
+    def _receive(self, flags: int) -> list[ToWorker] | None:
+        try:
+            data = self._end.recv(1 << 18, flags)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return None
+        return self._frames.feed(data) if data else None
 
     def send(self, message: ToFront) -> None:
         """Send whole; silent where the front is gone (the reading thread ends the process then)."""

@@ -154,13 +154,18 @@ class ItemDone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag="batch_done"):
-    """A batch ended. Seconds by stage word: copy_in, kernel, copy_out. `flops` were executed by `variant`s."""
+    """A batch ended. Seconds by stage word: copy_in, kernel, copy_out. `flops` were executed by `variant`s.
+
+    `host`: further seconds of the worker, from the batch's arrival to this: taking it apart, launching, and what is
+    before it in the lanes.
+    """
 
     id: int
     items: tuple[ItemDone, ...]
     seconds: dict[str, float]
     flops: dict[str, float]
     busy: dict[str, float]
+    host: float = 0.0
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

@@ -1,7 +1,8 @@
 """The worker process, owner of the device: receives batches over the link, hands on their outcomes.
 
-The main thread reads the link, answers pings and drives the device, where driving only queues; where it computes, a
-thread of its own reads. Questions that take their time have another. Tensors are in the arena, which both map.
+Where the device works by itself, one thread reads the link, answers pings and drives it, and waits for neither while
+there is something to do for the other. A device that computes in the calling thread has the main one, and another
+reads. Questions that take their time have a thread too. Tensors are in the arena, which both map.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
+from typing import NoReturn
 
 from kernels.problem import Unsupported
 from kernels.reference import has_torch
 from service import logs
 from service.arena import Arena
-from service.drivers.base import CannotStart, Driver
+from service.awake import Awake
+from service.drivers.base import CannotStart, Driver, Queue
 from service.handle import EXIT_CANNOT_START, EXIT_NEEDS_PERSON
 from service.link import WorkerLink, receive_descriptor
 from service.memory import Memory
@@ -43,6 +47,7 @@ from service.messages import (
     Pong,
     Ready,
     Settled,
+    ToWorker,
     Unmap,
 )
 from service.version import version
@@ -50,6 +55,10 @@ from service.version import version
 log = logging.getLogger("gemm.worker")
 
 ToDevice = Batch | Forget | Settled | Map | Unmap
+
+#: What is not over after a while is looked at again after this share of that while; and at least so many seconds.
+NAP_SHARE = 0.05
+NAP_SECONDS = 50e-6
 
 _PR_SET_PDEATHSIG = 1
 
@@ -77,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         log.error("can't start on %s: %s", arguments.device, reason)
         return EXIT_NEEDS_PERSON if reason.needs_person else EXIT_CANNOT_START
     link.send(Ready(os.getpid(), asdict(driver.device), _versions(driver), driver.stacking))
-    return Worker(link, driver, socket.socket(fileno=arguments.descriptors)).run()
+    descriptors = socket.socket(fileno=arguments.descriptors)
+    return Worker(link, driver, descriptors, arguments.awake_seconds).run()
 
 
 def open_driver(device: str, backend: str, index: int, memory: Memory) -> Driver:
@@ -120,9 +130,13 @@ def _gpus() -> int:
 class Worker:
     """Loops over the link until it is drained or the front is gone."""
 
-    def __init__(self, link: WorkerLink, driver: Driver, descriptors: socket.socket) -> None:
+    def __init__(
+        self, link: WorkerLink, driver: Driver, descriptors: socket.socket, awake_seconds: float = 0.0
+    ) -> None:
+        """`awake_seconds`: how long to wait for the next message without falling asleep (see service.awake)."""
         self._link = link
         self._driver = driver
+        self._awake = Awake(awake_seconds)
         self._descriptors = descriptors
         self._inbox: queue.SimpleQueue[ToDevice | None] = queue.SimpleQueue()
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
@@ -130,18 +144,44 @@ class Worker:
     def run(self) -> int:
         """Drive the device until the front drains it. Returns the exit status."""
         threading.Thread(target=self._answer, name="asks", daemon=True).start()
-        if self._driver.only_queues:
-            # One thread less between a batch and the device.
-            self._read(self._take)
+        if isinstance(self._driver, Queue):
+            self._drive(self._driver)
         else:
-            threading.Thread(target=self._read, args=(self._inbox.put,), name="link", daemon=True).start()
+            threading.Thread(target=self._read, name="link", daemon=True).start()
             while (message := self._inbox.get()) is not None:
                 self._take(message)
         self._driver.close()
         self._link.close()
         return 0
 
-    def _take(self, message: ToDevice | None) -> None:
+    def _drive(self, queue: Queue) -> None:
+        """Turn by turn: what the front sent, then what the device has done. Waits where there is neither."""
+        busy = False
+        while True:
+            messages = self._next(busy=busy)
+            if messages is None:
+                _leave()
+            for message in messages:
+                if isinstance(message, Drain):
+                    return
+                if isinstance(message, Batch):
+                    busy = True
+                    self._awake.began(time.monotonic())
+                self._handle(message, self._take)
+            was, busy = busy, queue.advance()
+            if was and not busy:
+                self._awake.ended(time.monotonic(), busy=False)
+
+    def _next(self, *, busy: bool) -> list[ToWorker] | None:
+        """Messages that are here now; `busy`: none may be, as the device is soon to be looked at again."""
+        now = time.monotonic()
+        if self._awake.stays(now):
+            return self._link.poll()
+        if busy:
+            return self._link.poll(max(NAP_SECONDS, NAP_SHARE * min(1.0, self._awake.waited(now))))
+        return self._link.receive()
+
+    def _take(self, message: ToDevice) -> None:
         match message:
             case Batch():
                 self._driver.submit(message, self._link.send)
@@ -162,29 +202,30 @@ class Worker:
         except (OSError, ValueError) as error:
             log.warning("a client's memory of %d bytes can't be mapped: %s", message.nbytes, error)
 
-    def _read(self, take: Callable[[ToDevice | None], None]) -> None:
-        """Read the link and answer pings; what concerns the device goes to `take`, and None at the end."""
+    def _read(self) -> None:
+        """Read the link and answer pings; what concerns the device goes to the thread that drives it."""
         while True:
             messages = self._link.receive()
             if messages is None:
-                # The front is gone, and with it every reader of results.
-                os._exit(0)
+                _leave()
             for message in messages:
-                match message:
-                    case Ping():
-                        self._link.send(Pong(message.number))
-                    case Batch() | Forget() | Settled() | Map() | Unmap():
-                        take(message)
-                    case Fetch():
-                        self._fetch(message)
-                    case Ask():
-                        self._asks.put(message)
-                    case Hung():
-                        self._driver.hung()
-                    case Drain():
-                        take(None)
-                        if self._driver.only_queues:
-                            return
+                if isinstance(message, Drain):
+                    self._inbox.put(None)
+                else:
+                    self._handle(message, self._inbox.put)
+
+    def _handle(self, message: ToWorker, take: Callable[[ToDevice], None]) -> None:
+        match message:
+            case Ping():
+                self._link.send(Pong(message.number))
+            case Batch() | Forget() | Settled() | Map() | Unmap():
+                take(message)
+            case Fetch():
+                self._fetch(message)
+            case Ask():
+                self._asks.put(message)
+            case Hung():
+                self._driver.hung()
 
     def _fetch(self, message: Fetch) -> None:
         def fetched(lost: str) -> None:
@@ -206,6 +247,11 @@ class Worker:
             return Answer(ask.id, code="unsupported", detail=reason.because)
         except ValueError as reason:
             return Answer(ask.id, code="invalid", detail=str(reason))
+
+
+def _leave() -> NoReturn:
+    """The front is gone, and with it every reader of results."""
+    os._exit(0)
 
 
 def _versions(driver: Driver) -> dict[str, str]:
@@ -238,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank-seconds", type=float, default=120.0, help="how long they may take for that")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--awake-seconds", type=float, default=0.0, help="longest wait without sleep")
     parser.add_argument("--log-format", default="auto")
     parser.add_argument("--log-level", default="info")
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kernels.device import Device
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem
@@ -20,7 +20,9 @@ class CannotStart(Exception):
 
 
 class Driver(Protocol):
-    """One device. Methods are called from the worker's main thread, `ask`, `fetch` and `hung` from others."""
+    """One device. Methods are called from the worker's main thread; `ask` from another, and so are `fetch` and `hung`
+    where the device is no Queue.
+    """
 
     device: Device
 
@@ -28,9 +30,6 @@ class Driver(Protocol):
     def backend(self) -> str:
         """The reference library."""
         ...
-
-    #: Whether `submit` only queues, so that whoever calls it still answers pings in time.
-    only_queues: bool
 
     #: Whether rows keep their bits when stacked on this device, as a self-test found.
     stacking: bool
@@ -40,7 +39,7 @@ class Driver(Protocol):
         ...
 
     def submit(self, batch: Batch, done: Callable[[BatchDone], None]) -> None:
-        """Run a batch, or hand it to the lanes (blocking while they are full); `done` may come on any thread."""
+        """Run a batch, or take it into the queue; `done` comes on this thread."""
         ...
 
     def ask(self, what: str, args: dict[str, Any]) -> Any:
@@ -82,6 +81,15 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """Finish what was submitted and let the device go."""
+        ...
+
+
+@runtime_checkable
+class Queue(Driver, Protocol):
+    """A device that works by itself: `submit` returns at once, so one thread can drive it and read the link too."""
+
+    def advance(self) -> bool:
+        """Begin what can begin, tell of what ended; whether anything is under way. Never waits for the device."""
         ...
 
 

@@ -51,8 +51,6 @@ class _Tally:
 class CpuDriver:
     """See service.drivers.base.Driver. `backend`: "auto" (torch where it is installed), "numpy" or "torch"."""
 
-    only_queues = False
-
     def __init__(self, memory: Memory, backend: str) -> None:
         self._memory = memory
         self._variants = [v for v in reference.variants() if backend in ("auto", v.backend)]

@@ -48,7 +48,6 @@ class ShardDriver:
     """See service.drivers.base.Driver; computes one item at a time, with all other ranks."""
 
     stacking = False
-    only_queues = False
 
     def __init__(self, memory: Memory, rank: Rank, seconds: float) -> None:
         """`seconds`: how long the ranks may take to find each other."""

@@ -29,6 +29,8 @@ from service.messages import Report
 HANGS, DIES = 77.0, 78.0
 #: Bytes of its memory for stored tensors.
 BUDGET = 1 << 20
+#: How long its products take.
+KERNEL_SECONDS = float(os.environ.get("STAND_IN_KERNEL_SECONDS", "0"))
 #: Its one own variant.
 OWN = "step9-stand-in"
 
@@ -51,9 +53,16 @@ def folder(tmp: Path, write_back: float = 3.0) -> str:
 
 
 class Stream:
-    """Work is done when it is queued; after a hang, none is done any more."""
+    """Results are there when work is queued, but its end is told when it is due; after a hang, never."""
 
     hung = False
+    #: When the work that is queued ends, on a GPU that does one thing at a time.
+    free = 0.0
+
+    @staticmethod
+    def work(seconds: float) -> None:
+        """Queue work that takes so long."""
+        Stream.free = max(Stream.free, time.perf_counter()) + seconds
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -62,23 +71,21 @@ class Stream:
     def synchronize(self) -> None:
         if Stream.hung:
             threading.Event().wait()
+        while time.perf_counter() < Stream.free:
+            pass
 
 
-class Event(Stream):
+class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.at = 0.0
-        self.done = False
+        self.hung = True
 
     def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
-        self.done = not Stream.hung
+        self.at = max(Stream.free, time.perf_counter())
+        self.hung = Stream.hung
 
     def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        if not self.done:
-            super().synchronize()
+        return not self.hung and time.perf_counter() >= self.at
 
     def elapsed_time(self, other: Event) -> float:
         return (other.at - self.at) * 1e3
@@ -112,6 +119,7 @@ class Torch:
         cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
         self.cuda = SimpleNamespace(
             Event=Event,
+            set_stream=lambda stream: None,
             Stream=lambda place: Stream(),
             stream=lambda stream: nullcontext(),
             device=lambda place: nullcontext(),
@@ -166,6 +174,7 @@ class Runtime:
                 os._exit(9)
             Stream.hung = True
         operands.d.copy_((operands.a.double() @ operands.b.double()) * alpha)
+        Stream.work(KERNEL_SECONDS)
         return choice
 
 
@@ -176,7 +185,6 @@ class StandIn(cuda.CudaDriver):
         self._tell = report
         self._torch = Torch()
         self._open()
-        self._begin()
         kept = probe.Kept(probe.default_folder(), self.device.key, self._runtime.build_hash)
         for outcome in kept.read().values():
             self._outcomes[outcome.variant] = outcome

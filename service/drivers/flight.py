@@ -1,0 +1,88 @@
+"""A batch on a GPU: receives what is launched for it, hands on its `BatchDone` once its last copy has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernels import cublas
+from kernels.selector import Choice
+from service.messages import Batch, BatchDone, Item, ItemDone
+
+
+@dataclass(slots=True)
+class Run:
+    """Items that one launch computes, their FLOPs, and the events around it."""
+
+    items: Sequence[Item]
+    choice: Choice
+    flops: int
+    begun: Any
+    ended: Any
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch in the lanes. `taken` is when the worker got it (CLOCK_MONOTONIC seconds).
+
+    `held` keeps device memory until the last copy is done; `kept` are items whose D stays; `marks` are events: begun
+    and arrived around copies in (absent where all operands were there), computed, left.
+    """
+
+    batch: Batch
+    done: Callable[[BatchDone], None]
+    taken: float = field(default_factory=time.monotonic)
+    ended: dict[int, ItemDone] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    marks: dict[str, Any] = field(default_factory=dict)
+
+    def refuse(self, items: Iterable[Item], code: str, detail: str) -> None:
+        """These items end without a product."""
+        for item in items:
+            self.ended[item.id] = ItemDone(item.id, code, detail)
+
+    @property
+    def over(self) -> bool:
+        """Whether its last copy has ended. RuntimeError after a device error."""
+        return bool(self.marks["left"].query())
+
+    @property
+    def suspects(self) -> set[str]:
+        """Own variants that it runs."""
+        return {run.choice.variant for run in self.runs} - {cublas.NAME}
+
+    @property
+    def stuck(self) -> str:
+        """Variant of its first launch that has not ended."""
+        return next((run.choice.variant for run in self.runs if not run.ended.query()), cublas.NAME)
+
+    def outcome(self) -> BatchDone:
+        """How it went; to be asked once it is over."""
+        marks = self.marks
+        flops: dict[str, float] = {}
+        busy: dict[str, float] = {}
+        for run in self.runs:
+            choice = run.choice
+            flops[choice.variant] = flops.get(choice.variant, 0.0) + run.flops
+            busy[choice.variant] = busy.get(choice.variant, 0.0) + run.begun.elapsed_time(run.ended) / 1e3
+            for item in run.items:
+                told = ItemDone(
+                    item.id, "", "", choice.variant, str(choice.reason), choice.why, item.id in self.kept
+                )
+                self.ended.setdefault(item.id, told)
+        seconds = {
+            "copy_in": marks["begun"].elapsed_time(marks["arrived"]) / 1e3 if "begun" in marks else 0.0,
+            "kernel": sum(busy.values()),
+            "copy_out": (
+                0.0
+                if marks["left"] is marks["computed"]
+                else marks["computed"].elapsed_time(marks["left"]) / 1e3
+            ),
+        }
+        items = tuple(self.ended[item.id] for item in self.batch.items)
+        host = max(0.0, time.monotonic() - self.taken - sum(seconds.values()))
+        return BatchDone(self.batch.id, items, seconds, flops, busy, host)
