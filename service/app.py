@@ -193,6 +193,7 @@ def options_of(settings: Settings) -> Options:
             *("--log-format", settings.log_format, "--log-level", settings.log_level),
         ),
         workers=settings.workers,
+        awake=None if settings.awake_ms is None else settings.awake_ms / 1e3,
     )
 
 

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from service.logs import sampled_trace
 
 #: Stage words, in the order in which a request meets them; file names, logs and traces use the same.
-STAGES = ("decode", "admit", "batch", "link", "copy_in", "kernel", "copy_out", "reply")
+STAGES = ("decode", "admit", "batch", "link", "worker", "copy_in", "kernel", "copy_out", "reply")
 
 REJECTIONS = (
     "queue_full",

@@ -204,6 +204,15 @@ class Settings(BaseModel):
         0, ge=0, le=1000, allow_inf_nan=False, description="Wait for a fuller batch, milliseconds, 0 to 1000"
     )
 
+    awake_ms: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="Milliseconds that front and a GPU's worker wait awake for each other, 0 to 100; unset: 2 where"
+        " there are two cores for each of them, else 0",
+    )
+
     # Jobs.
     job_steps: int = Field(256, ge=1, le=65536, description="Most steps of a job, 1 to 65536")
     job_bytes: Bytes = Field(4 * _GIB, description="Most bytes of inline operands and results of a job")

@@ -21,6 +21,7 @@ import msgspec
 
 from service.admit import Bounds, Estimate, Rates, admit
 from service.arena import Arena
+from service.awake import WakefulLoop, cores, seconds_for
 from service.batch import Limits, Queue, Work
 from service.errors import ServiceError
 from service.gpus import places
@@ -69,7 +70,9 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a supervisor runs: batch limits, queue bounds, worker times and arguments, batches sent ahead."""
+    """How a supervisor runs: batch limits, queue bounds, worker times and arguments, batches sent ahead, and for
+    how many seconds who waits stays awake for a GPU (see service.awake; None: as the machine allows).
+    """
 
     limits: Limits
     bounds: Bounds
@@ -78,6 +81,7 @@ class Options:
     workers: int = 1
     ahead: int = 2
     patience: float = 30.0
+    awake: float | None = 0.0
 
 
 class Supervisor:
@@ -104,6 +108,9 @@ class Supervisor:
         self._due = False
         self._orphaned = 0.0
         self._rates = Rates()
+        spots = places(options.workers, os.environ)
+        awake = seconds_for(len(spots), cores()) if options.awake is None else options.awake
+        self._awake = WakefulLoop(awake)
         self.ratio = FlopsRatio()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -114,14 +121,14 @@ class Supervisor:
                 spot,
                 arena,
                 self.regions,
-                list(options.arguments),
+                [*options.arguments, "--awake-seconds", str(awake)],
                 options.times,
                 on_ready=self._on_ready,
                 on_done=self._on_done,
                 on_end=self._on_end,
                 on_report=self._on_report,
             )
-            for index, spot in enumerate(places(options.workers, os.environ))
+            for index, spot in enumerate(spots)
         ]
         self.team = Team(
             arena, self.regions, [handle.place for handle in self.handles], options.arguments, options.times
@@ -333,11 +340,11 @@ class Supervisor:
                 return
             handle, why = self._seat(head, open_ones)
             assert handle.ready is not None
-            self.metrics.placed(handle.index, why)
             fits = partial(self._fits, [handle])
             taken = self.queue.take(head, stacking=handle.ready.stacking, fits=fits)
             if taken is not None:
                 self._launch(handle, taken.works, stacked=taken.stacked, now=now)
+            self.metrics.placed(handle.index, why)
 
     def _fits(self, handles: Sequence[Handle], work: Work) -> bool:
         """Whether one of the workers has what only a device has of the work's operands."""
@@ -380,16 +387,19 @@ class Supervisor:
             stacked,
             any(work.retries for work in works),
         )
+        # A batch behind others waits for them too; a hang is far beyond any estimate.
+        estimated = handle.queued_seconds + sum(work.seconds for work in works)
+        moving = sum(work.nbytes for work in works) / SLOWEST_BYTES_PER_SECOND
+        handle.send(Flight(batch, works, now, now + self.options.times.hang + 20 * estimated + moving))
+        # What is counted is counted while the worker has it.
         for work in works:
             waiting = self._waiting.get(work.id)
             if waiting is not None:
                 waiting.sent = now
             self.metrics.waited(now - work.arrived, work.trace)
         self.metrics.batch_requests.observe(len(works))
-        # A batch behind others waits for them too; a hang is far beyond any estimate.
-        estimated = handle.queued_seconds + sum(work.seconds for work in works)
-        moving = sum(work.nbytes for work in works) / SLOWEST_BYTES_PER_SECOND
-        handle.send(Flight(batch, works, now, now + self.options.times.hang + 20 * estimated + moving))
+        if handle.residency is not None:
+            self._awake.began()
 
     # -- news of workers ----------------------------------------------------------------------------------------
 
@@ -407,21 +417,33 @@ class Supervisor:
 
     def _on_done(self, handle: Handle, flight: Flight, done: BatchDone) -> None:
         now = time.monotonic()
+        for work, item in zip(flight.works, done.items, strict=True):
+            if item.kept:
+                self._keep(handle, work)
+            self._settle(work, item, done, len(flight.works))
+        # At once: those who were woken now write replies, and the worker has no need to wait for that.
+        self._dispatch()
+        if handle.residency is not None:
+            self._awake.ended(busy=any(each.flights for each in self.handles))
+        # Whoever was woken goes on before this is counted, as the loop has it.
+        asyncio.get_running_loop().call_soon(self._ended, handle, flight, done, now)
+
+    def _ended(self, handle: Handle, flight: Flight, done: BatchDone, now: float) -> None:
+        """Count a batch that came back at `now`."""
         spent = now - flight.sent
         stages = sum(done.seconds.values())
         trace = flight.works[0].trace
         self._count(done, trace)
-        self.metrics.took("link", max(0.0, spent - stages), trace)
+        if done.host:
+            self.metrics.took("worker", done.host, trace)
+        self.metrics.took("link", max(0.0, spent - stages - done.host), trace)
         right = [work for work, item in zip(flight.works, done.items, strict=True) if not item.code]
         self._compare(right, [handle], now)
         if done.flops:
             self.estimate.learn(sum(done.flops.values()), sum(w.nbytes for w in flight.works), stages)
-        for work, item in zip(flight.works, done.items, strict=True):
-            if item.kept:
-                self._keep(handle, work)
-            self._settle(work, item, done.seconds, len(flight.works))
-        # At once: those who were woken now write replies, and the worker has no need to wait for that.
-        self._dispatch()
+        for item in done.items:
+            if not item.code:
+                self.metrics.choice(item.variant, item.reason)
         for watcher in self.watchers:
             watcher(flight.works, done)
 
@@ -449,19 +471,20 @@ class Supervisor:
             if handle.ready is not None and (peak := peaks(handle.ready.device)):
                 self.ratio.ended(str(handle.index), now, ideal_seconds(works, peak) / len(handles))
 
-    def _settle(self, work: Work, item: ItemDone, seconds: dict[str, float], batched: int) -> None:
+    def _settle(self, work: Work, item: ItemDone, done: BatchDone, batched: int) -> None:
         if item.code:
             named = item.code == "unsupported" and work.params.variant != "auto"
             refusal = ServiceError(item.code, item.detail, field="variant" if named else None)
             refusal.stage = "kernel"
             self._fail(work, refusal)
             return
-        self.metrics.choice(item.variant, item.reason)
         waiting = self._waiting.get(work.id)
         if waiting is not None and not waiting.future.done():
             queued = waiting.sent - work.arrived
-            stages = {"admit": waiting.admit_seconds, "batch": queued, **seconds}
-            spent = sum(seconds.values())
+            stages = {"admit": waiting.admit_seconds, "batch": queued, **done.seconds}
+            if done.host:
+                stages["worker"] = done.host
+            spent = sum(done.seconds.values())
             outcome = Outcome(item.variant, item.reason, item.why, queued, spent, batched, stages)
             waiting.future.set_result(outcome)
         self._finish(work)

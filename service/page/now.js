@@ -3,7 +3,7 @@
 import { NONE, bytes, count, digits, fill, flops, h, note, panel, percent, s, seconds, table, text, words } from "./dom.js";
 
 const HISTORY = 120;
-const STAGES = ["decode", "admit", "batch", "link", "copy_in", "kernel", "copy_out", "reply"];
+const STAGES = ["decode", "admit", "batch", "link", "worker", "copy_in", "kernel", "copy_out", "reply"];
 
 /** A figure with its name, unit, a line below, and its last two minutes. */
 function figure(name, what) {
