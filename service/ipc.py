@@ -7,10 +7,14 @@ whole allocation, so a pointer within it goes with its offset.
 from __future__ import annotations
 
 import ctypes
+from collections import OrderedDict
 from functools import lru_cache
 from typing import NamedTuple
 
 HANDLE_BYTES = 64
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+#: Allocations whose handles are remembered, those used longest ago forgotten.
+_REMEMBERED = 256
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is
 
 
@@ -54,12 +58,28 @@ def free(pointer: int) -> None:
     _call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
 
+#: By address: the allocation that was there, and its handle.
+_exported: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+
+
 def export(pointer: int) -> Exported:
-    """The handle of the allocation that holds a device pointer. IpcError for memory that can't be shared."""
+    """The handle of the allocation that holds a device pointer. IpcError for memory that can't be shared.
+
+    Asked for again it costs no call that makes one, as long as the same allocation is at that address: the driver
+    numbers them, and gives no number twice in a process.
+    """
     base, nbytes = _range(pointer)
-    handle = _Handle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
-    return Exported(bytes(handle), nbytes, pointer - base)
+    number = ctypes.c_uint64()
+    _call("cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(base))
+    known, handle = _exported.get(base, (-1, b""))
+    if known != number.value:
+        made = _Handle()
+        _call("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(base))
+        handle = bytes(made)
+        _exported[base] = number.value, handle
+        while len(_exported) > _REMEMBERED:
+            _exported.popitem(last=False)
+    return Exported(handle, nbytes, pointer - base)
 
 
 def open_handle(handle: bytes) -> tuple[int, int]:

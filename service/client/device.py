@@ -5,7 +5,9 @@ A service that computes on the same GPU reads and writes them where they are. Ev
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,16 +37,13 @@ class OnDevice:
     @property
     def uuid(self) -> str:
         """The GPU's, as the service tells it."""
-        import torch
-
-        return str(torch.cuda.get_device_properties(self.value.device).uuid)
+        return _uuid(self.value.get_device())
 
     def lend(self) -> Lent | None:
-        """A handle, once all that is queued on the tensor's stream is done; None for memory that can't be lent."""
+        """A handle; None for memory that can't be lent. What is queued may not be done yet: see `settle`."""
         import torch
 
         with torch.cuda.device(self.value.device):
-            torch.cuda.current_stream().synchronize()
             try:
                 found = ipc.export(self.value.data_ptr())
             except ipc.IpcError:  # such as torch's expandable segments
@@ -67,6 +66,21 @@ class OnDevice:
 
 
 Bytes = bytes | memoryview | OnDevice
+
+
+def settle(tensors: Iterable[Bytes]) -> None:
+    """Wait until all is done that is queued on the current streams of the GPUs that these are on."""
+    import torch
+
+    for index in {each.value.get_device() for each in tensors if isinstance(each, OnDevice)}:
+        torch.cuda.current_stream(index).synchronize()
+
+
+@cache
+def _uuid(index: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def nbytes_of(data: Bytes) -> int:

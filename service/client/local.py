@@ -11,6 +11,7 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -18,7 +19,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from service.client.device import Bytes, OnDevice, nbytes_of, on_host
+from service.awake import Awake, cores, seconds_for
+from service.client.device import Bytes, OnDevice, nbytes_of, on_host, settle
 from service.client.errors import ConnectionFailed, GemmError, refusal
 from service.client.shared import ALIGN, Arrays, Shared
 from service.client.wire import Call, Head, Need, Reply, Waiting
@@ -115,6 +117,8 @@ class LocalConnection:
     _in_place: bool = False
     #: GPUs of the service's workers.
     _gpus: tuple[str, ...] = ()
+    #: How long an answer is waited for without falling asleep, where a GPU is to give it.
+    _awake: Awake = field(default_factory=lambda: Awake(0.0))
     #: Numbers of device memory that is lent, by handle, longest unused first.
     _handles: dict[bytes, int] = field(default_factory=dict)
 
@@ -218,8 +222,13 @@ class LocalConnection:
         body = _with_empty([piece for piece in pieces if piece is not None], call)
         identity = next((value for name, value in call.headers if name == "x-request-id"), "")
         self._number += 1
+        if self._handles:
+            settle((*parts, *([call.into] if call.into is not None else [])))
+            self._awake.began(time.monotonic())
         yield from self._send(Multiply(self._number, query, body, out, identity))
-        return (yield from self._answer())
+        answer = yield from self._answer()
+        self._awake.ended(time.monotonic(), busy=False)
+        return answer
 
     def _lent(self, data: Bytes) -> Generator[Need, None, Piece | None]:
         """The piece that bytes in a lent array are; None for other memory, and where no more may be lent."""
@@ -324,7 +333,8 @@ class LocalConnection:
             try:
                 packet = self.sock.recv(MAX_PACKET)
             except BlockingIOError:
-                yield Need(self.sock.fileno(), True, False)
+                if not self._awake.stays(time.monotonic()):
+                    yield Need(self.sock.fileno(), True, False)
                 continue
             except OSError as error:
                 raise ConnectionFailed(f"the service left: {error.strerror}", sent=True) from None
@@ -336,13 +346,17 @@ class LocalConnection:
                 raise GemmError(f"what answered doesn't speak this protocol: {error}") from None
 
 
-def open_session(place: Place, key: str, arrays: Arrays) -> Waiting:
-    """A session with the service at `place`. Returns a LocalConnection."""
+def open_session(place: Place, key: str, arrays: Arrays, *, blocking: bool = False) -> Waiting:
+    """A session with the service at `place`. Returns a LocalConnection.
+
+    blocking: whoever waits has nothing else to do, and may wait awake for a GPU (see service.awake).
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.setblocking(False)
         _connect(sock, place.socket)
-        connection = LocalConnection(sock, arrays)
+        awake = Awake(seconds_for(1, cores()) if blocking else 0.0)
+        connection = LocalConnection(sock, arrays, _awake=awake)
         yield from connection.greet(key, place.instance)
     except BaseException:
         sock.close()

@@ -344,7 +344,8 @@ class _LocalTransport(SocketTransport):
         place = self._paths.place
         if place is None:
             raise ConnectionFailed("there is no local socket", sent=False)
-        made: Connection = wait(open_session(place, self._endpoint.key, self._paths.arrays), deadline)
+        steps = open_session(place, self._endpoint.key, self._paths.arrays, blocking=True)
+        made: Connection = wait(steps, deadline)
         return made
 
 
