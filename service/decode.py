@@ -405,12 +405,13 @@ def handle_in(reference: str | None) -> str | None:
     return reference.removeprefix("handle:") if reference and reference.startswith("handle:") else None
 
 
-def _check_present(pinned: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+def _check_present(pinned: Mapping[str, Tensor], here: Mapping[str, Tensor], *, way: str = "send it") -> None:
+    """A and B come once, in the body or as a handle; `way`: how one comes in the body."""
     for name in NAMES:
         if name in pinned and name in here:
             raise unfit(name, "is named as a handle and sent as well")
         if name in ("a", "b") and name not in pinned and name not in here:
-            raise unfit(name, "is missing: send it, or name a handle")
+            raise unfit(name, f"is missing: {way.format(name)}, or name a handle: {name}=handle:NAME")
 
 
 def raw_tensors(fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | None) -> dict[str, Tensor]:
@@ -431,7 +432,7 @@ def raw_tensors(fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | N
         here[name] = Tensor(dtype, parse_shape(shape, field=f"{name}_shape"))
     if fields.c_dtype is not None and "c" not in here:
         raise unfit("c_dtype", "is given without c_shape")
-    _check_present(pinned, here)
+    _check_present(pinned, here, way="say its {}_shape")
     bias = _raw_bias(fields, {**pinned, **here}, here, length)
     if bias is not None:
         here["bias"] = bias

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from service import logs
 from service.errors import CODES, ServiceError, short
+from service.faults import Place, refusal
 from service.inference.errors import status_of
 from service.keys import ANONYMOUS, Keys, Principal
 from service.settings import Settings, SettingsError
@@ -50,6 +51,9 @@ _SCOPES = {"gemm": "gemm", "variants": "gemm", "tensors": "tensors", "jobs": "jo
 REQUEST_ID_CHARACTERS = 128
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,%d}" % REQUEST_ID_CHARACTERS)
 _CLIENT_LEFT = 499
+
+#: Where FastAPI looks for fields.
+_LOOKED = (("query",), ("path",), ("header",), ("body",))
 
 _log = logs.Log("gate")
 
@@ -105,13 +109,15 @@ class Gate:
 
         async def sender(message: Message) -> None:
             error = sys.exception()
+            if message["type"] == "lifespan.startup.failed":  # perhaps before there were any parts
+                if isinstance(error, SettingsError | ServiceError | OSError):
+                    message = {**message, "message": str(error)}
+                await send(message)
+                return
             services: Services = self._owner.state.services
             if message["type"] == "lifespan.startup.complete":
                 endpoint = services.settings.otel_endpoint
                 services.tracer = Tracer(endpoint) if endpoint is not None else None
-            elif message["type"] == "lifespan.startup.failed":
-                if isinstance(error, SettingsError | ServiceError | OSError):
-                    message = {**message, "message": str(error)}
             elif services.tracer is not None:
                 await asyncio.to_thread(services.tracer.close)
             await send(message)
@@ -302,10 +308,13 @@ def _from_status(status: int, detail: object, headers: Any) -> ServiceError:
 
 
 def _from_validation(error: Any) -> ServiceError:
-    """The first fault of a pydantic error: its place and what was expected, never the value that came."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    return ServiceError("invalid", first["msg"].removeprefix("Value error, "), field=".".join(path) or None)
+    """The faults of a pydantic error: each place and what was expected, never the value that came."""
+    return refusal(error.errors(), field_of=_field)
+
+
+def _field(place: Place) -> str:
+    """FastAPI's path begins with where it looked."""
+    return ".".join(map(str, place[1:] if place[:1] in _LOOKED else place))
 
 
 def render(problem: ServiceError, request_id: str, path: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:

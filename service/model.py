@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from service.errors import ServiceError
+from service.faults import Place, refusal
 from service.formats.numbers import SPECIAL, saturated
 
 #: Longest name of a handle, job step or variant; longest times that a request may name.
@@ -35,6 +36,7 @@ _NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARACTERS - 1}}}"
 #: A handle's name, whole.
 NAME = rf"^{_NAME}$"
 REFERENCE = rf"^handle:{_NAME}$"
+PLACE = rf"^inline$|{REFERENCE}"
 
 #: Validation context of query fields: all values are text.
 QUERY = "query"
@@ -137,12 +139,15 @@ Vector = Annotated[list[Any], WithJsonSchema({**_VECTOR, "title": "Numbers"})]
 
 
 def _form(value: Any) -> str:
-    """Which form an operand has."""
+    """Which form an operand has; what is neither a list nor says a form has none."""
     if isinstance(value, dict):
-        return next((key for key in ("handle", "step") if key in value), "b64")
+        forms = {"handle": "handle", "step": "step", "b64": "b64", "dtype": "b64", "shape": "b64"}
+        return next((form for key, form in forms.items() if key in value), "none")
     if isinstance(value, Handle):
         return "handle"
-    return "step" if isinstance(value, Step) else "b64" if isinstance(value, Base64) else "numbers"
+    if isinstance(value, Step | Base64):
+        return "step" if isinstance(value, Step) else "b64"
+    return "numbers" if isinstance(value, list) else "none"
 
 
 _Handle = Annotated[Handle, Tag("handle")]
@@ -194,7 +199,7 @@ class GemmQuery(GemmFields):
     b: str | None = Field(None, pattern=REFERENCE, description="handle:NAME")
     c: str | None = Field(None, pattern=REFERENCE, description="handle:NAME")
     bias: str | None = Field(None, pattern=REFERENCE, description="handle:NAME")
-    out: str = Field("inline", pattern=rf"^inline$|{REFERENCE}", description="inline, or handle:NAME")
+    out: str = Field("inline", pattern=PLACE, description="inline, or handle:NAME")
     a_shape: str | None = Field(None, description="Stored shape of A, as 2x3 or 2,3 (4x2x3 with a batch)")
     b_shape: str | None = None
     c_shape: str | None = None
@@ -221,7 +226,17 @@ class StepBody(GemmFields):
 Model = TypeVar("Model", bound=BaseModel)
 
 #: What is told where an operand has another form.
-_FORMS = 'numbers, {"b64", "dtype", "shape"} or {"handle"} are taken here'
+_FORMS = (
+    'should be nested lists of numbers, {"b64", "dtype", "shape"} or {"handle"}; a job takes {"step"} too'
+)
+_NAMES = f"NAME is a letter or digit, then up to {NAME_CHARACTERS - 1} of A-Za-z0-9._-"
+#: What is said of types of error and of patterns.
+_WORDS = {
+    "union_tag_invalid": _FORMS,
+    NAME: f"should be a NAME; {_NAMES}",
+    REFERENCE: f"should be handle:NAME; {_NAMES}",
+    PLACE: f"should be inline or handle:NAME; {_NAMES}",
+}
 #: Fields that say how D is kept.
 _KEEPING = ("durable", "ttl_seconds")
 
@@ -252,10 +267,10 @@ def _consistent(made: Model) -> Model:
 
 
 def _invalid(error: ValidationError) -> ServiceError:
-    first, *more = error.errors(include_url=False, include_input=False, include_context=False)
-    # The path's second part is the tag of an operand's form, which is no field of the client's.
-    path = [part for at, part in enumerate(first["loc"]) if at != 1 or isinstance(part, int)]
-    field = ".".join(map(str, path))[:200] or "body"
-    told = _FORMS if first["type"] == "union_tag_invalid" else first["msg"]
-    detail = f"{field}: {told}" + (f" (and {len(more)} more)" if more else "")
-    return ServiceError("invalid", detail[:500], field=field)
+    errors = error.errors(include_url=False, include_input=False)
+    return refusal(errors, field_of=_field, words=_WORDS)
+
+
+def _field(place: Place) -> str:
+    """The path's second part is the tag of a value's form, which is no field of the client's."""
+    return ".".join(str(part) for at, part in enumerate(place) if at != 1 or isinstance(part, int))

@@ -6,7 +6,7 @@ reply from there to the socket. Under any other ASGI server the same calls work 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from typing import Any, Protocol
 
 from service.errors import ServiceError
@@ -53,7 +53,7 @@ class Transfer:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.headers = joined(scope["headers"])
         self.content_length = _content_length(self.headers)
         self.received = 0
         self.started = False
@@ -95,7 +95,8 @@ class Transfer:
         if self.content_length is not None and self.received + wanted > self.content_length:
             raise ServiceError(
                 "malformed",
-                f"the body has {self.content_length} bytes, its tensors take {self.received + wanted}",
+                f"the body is too short: it has {self.content_length} bytes, "
+                f"of which {self.received + wanted} or more are needed",
                 field="body",
             )
         if self._native is not None and self.content_length is not None:
@@ -216,6 +217,17 @@ class Transfer:
             self._rest = memoryview(message.get("body", b""))
             self._more = message.get("more_body", False)
         return True
+
+
+def joined(headers: Collection[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Headers by name; one that came several times is a list, as RFC 9110 has it."""
+    found = dict(headers)
+    if len(found) == len(headers):
+        return found
+    lists: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        lists.setdefault(name, []).append(value)
+    return {name: b", ".join(values) for name, values in lists.items()}
 
 
 def _content_length(headers: dict[bytes, bytes]) -> int | None:

@@ -11,7 +11,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -22,6 +23,9 @@ from service.errors import ServiceError
 from service.formats.base import MAX_DIMS, Tensor, checked, checked_shape, numpy_dtype
 
 SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+#: What JSON calls values that aren't numbers.
+_KINDS = {bool: "true or false", str: "a string", NoneType: "null", dict: "an object", list: "a list"}
 
 #: Elements that one piece of emitted JSON holds: bounds memory and the time the event loop is held.
 PIECE = 16384
@@ -79,8 +83,13 @@ def _loads_slowly(text: bytes | bytearray | memoryview) -> Any:
             json.dumps(document, ensure_ascii=False).encode()
         return document
     except (ValueError, RecursionError) as error:
-        detail = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise ServiceError("malformed", f"the body isn't JSON: {detail}", field="body") from None
+        raise ServiceError("malformed", f"the body isn't JSON: {_why(error)}", field="body") from None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnicodeError):
+        return "its text isn't UTF-8, or holds half a surrogate pair"
+    return str(error) if isinstance(error, json.JSONDecodeError) else "it is nested too deeply"
 
 
 def array(value: Any, dtype: str, *, field: str) -> NDArray[Any]:
@@ -91,7 +100,8 @@ def array(value: Any, dtype: str, *, field: str) -> NDArray[Any]:
         flat = list(itertools.chain.from_iterable(flat))
     kinds = set(map(type, flat))
     if not kinds <= {int, float}:
-        flat = [_number(x, field) for x in flat]
+        _check_elements(flat, shape, field)
+        flat = [SPECIAL[x] if type(x) is str else saturated(x) for x in flat]
     try:
         wide = np.array(flat, dtype=np.float64)
     except OverflowError:
@@ -111,7 +121,8 @@ def shape_of(value: Any, *, field: str) -> tuple[int, ...]:
             )
         lengths = set(map(len, level))
         if len(lengths) > 1:
-            at = _place(level, shape)
+            other = next(index for index, x in enumerate(level) if len(x) != len(level[0]))
+            at = _indices(other, shape)
             raise ServiceError(
                 "invalid", f"{field}: ragged: {field}{at} differs in length from its neighbours", field=field
             )
@@ -194,18 +205,19 @@ def _with_strings(value: Any) -> Any:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-def _number(value: Any, field: str) -> float:
-    if type(value) is float:
-        return value
-    if type(value) is int:
-        return saturated(value)
-    if isinstance(value, str) and value in SPECIAL:
-        return SPECIAL[value]
-    raise ServiceError(
-        "invalid",
-        f"{field}: elements are numbers, or the strings {', '.join(SPECIAL)}; found {type(value).__name__}",
-        field=field,
-    )
+def _check_elements(flat: list[Any], shape: tuple[int, ...], field: str) -> None:
+    """Refuse the first element that is no number and none by name."""
+    for at, value in enumerate(flat):
+        kind = type(value)
+        if kind in (int, float) or (kind is str and value in SPECIAL):
+            continue
+        names = ", ".join(SPECIAL)
+        raise ServiceError(
+            "invalid",
+            f"{field}: {field}{_indices(at, shape)} is {_KINDS[kind]}; "
+            f"elements are numbers, or the strings {names}",
+            field=field,
+        )
 
 
 def saturated(value: float) -> float:
@@ -225,9 +237,8 @@ def _holds_list(value: list[Any]) -> bool:
     return list in set(map(type, value))
 
 
-def _place(level: list[Any], shape: list[int]) -> str:
-    """Index of the first list of `level` whose length isn't the first one's, as [i][j]."""
-    index = next(i for i, x in enumerate(level) if len(x) != len(level[0]))
+def _indices(index: int, shape: Sequence[int]) -> str:
+    """The place of a flat index in `shape`, as [i][j]."""
     places = []
     for dim in reversed(shape):
         places.append(index % dim)

@@ -21,9 +21,16 @@ class Conditions:
     def check(self, etag: str | None) -> None:
         """ServiceError precondition_failed unless a tensor with `etag` (None: no tensor) meets them."""
         if self.if_match is not None and not _matches(self.if_match, etag):
-            raise ServiceError("precondition_failed", "the tensor isn't the one that If-Match names")
+            what = (
+                "there is no tensor, and If-Match names one"
+                if etag is None
+                else "the tensor isn't one that If-Match names"
+            )
+            raise ServiceError("precondition_failed", what, field="If-Match")
         if self.if_none_match is not None and _matches(self.if_none_match, etag):
-            raise ServiceError("precondition_failed", "the tensor is one that If-None-Match excludes")
+            some = "there is a tensor of this name already, and If-None-Match excludes any"
+            what = some if ANY in self.if_none_match else "the tensor is one that If-None-Match excludes"
+            raise ServiceError("precondition_failed", what, field="If-None-Match")
 
 
 def _matches(tags: Collection[str], etag: str | None) -> bool:

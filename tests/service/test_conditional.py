@@ -93,5 +93,6 @@ def test_conditions(if_match: str | None, if_none_match: str | None, etag: str |
     if met:
         conditions.check(etag)
         return
-    with pytest.raises(ServiceError, match="If-"):
+    with pytest.raises(ServiceError, match="If-") as caught:
         conditions.check(etag)
+    assert caught.value.field == ("If-Match" if if_match is not None else "If-None-Match")

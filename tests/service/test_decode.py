@@ -133,10 +133,6 @@ async def test_specials_come_and_go(client: httpx.AsyncClient) -> None:
         ({"trans_a": 1}, "trans_a"),
         ({"activation": "tanh"}, "activation"),
         ({"out_dtype": "int8"}, "out_dtype"),
-        ({"priority": 11}, "priority"),
-        ({"priority": -1}, "priority"),
-        ({"deadline_ms": -1}, "deadline_ms"),
-        ({"ttl_seconds": 0}, "ttl_seconds"),
         ({"ttl_seconds": 9}, "ttl_seconds"),
         ({"durable": True}, "durable"),
         ({"out": {"handle": "a/b"}}, "out.handle"),
@@ -148,6 +144,17 @@ async def test_json_that_means_nothing_is_422_by_field(
 ) -> None:
     body = {"a": [[1, 2], [3, 4]], "b": [[5, 6], [7, 8]]} | change
     problem(await client.post("/gemm", json=body), 422, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [("priority", 11, 10), ("priority", -1, 0), ("deadline_ms", -1, 0), ("ttl_seconds", 0, 0)],
+)
+async def test_a_bound_that_was_passed_is_told(
+    client: httpx.AsyncClient, field: str, value: float, limit: float
+) -> None:
+    body = {"a": [[1, 2], [3, 4]], "b": [[5, 6], [7, 8]], field: value}
+    problem(await client.post("/gemm", json=body), 422, field, limit=limit)
 
 
 @pytest.mark.parametrize("length", [True, False])

@@ -328,6 +328,36 @@ def test_ragged_lists_and_foreign_elements_name_the_field(value: Any) -> None:
     assert error.field == "bias"
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ([[1, 2], [3, None]], "c[1][1] is null"),
+        ([[1, True]], "c[0][1] is true or false"),
+        ([[[1], ["nan"]]], "c[0][1][0] is a string"),
+        ([[1, {}]], "c[0][1] is an object"),
+    ],
+)
+def test_foreign_elements_are_named_by_place(value: Any, told: str) -> None:
+    assert told in refused("invalid", numbers.array, value, "fp32", field="c").detail
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'"\xff"', "UTF-8"),
+        (b"{", "line 1 column 2"),
+        (b"", "column 1"),
+    ],
+)
+def test_what_is_no_json_is_told_why(text: bytes, why: str) -> None:
+    assert why in refused("malformed", numbers.loads, text).detail
+
+
+def test_a_shape_of_many_dimensions_is_told_the_limit() -> None:
+    assert refused("invalid", raw.parse_shape, "1x" * 8 + "1", field="shape").limit == 8
+
+
 def test_ragged_rows_are_named_by_place() -> None:
     assert "c[1][0]" in refused("invalid", numbers.array, [[[1, 2]], [[3]]], "fp32", field="c").detail
 

@@ -282,6 +282,14 @@ class TestGet:
         assert (await site.ann.get("/tensors/w", headers={"if-none-match": etag})).status_code == 200
         assert (await site.ann.get("/tensors/w", headers={"if-match": etag})).status_code == 412
 
+    async def test_a_header_that_comes_in_parts_is_one_list(self, site: Site) -> None:
+        etag = (await put(site.ann, "w", tensor(2, 2))).headers["etag"]
+        parts = [("if-none-match", etag), ("if-none-match", '"other"')]
+        assert (await site.ann.get("/tensors/w", headers=parts)).status_code == 304
+        parts = [("accept", "application/x-npy"), ("accept", "text/html")]
+        got = await site.ann.get("/tensors/w", headers=parts)
+        assert (got.status_code, got.headers["content-type"]) == (200, "application/x-npy")
+
     async def test_forms_have_their_own_etags(self, site: Site) -> None:
         await put(site.ann, "w", tensor(2, 2))
         tags = set()
