@@ -125,7 +125,7 @@ async def serving_grpc(
 def build(settings: Settings) -> Services:
     """The parts, built and not yet started."""
     metrics = Metrics()
-    arena = Arena.create(settings.arena_bytes)
+    arena = arena_of(settings)
     slots = Slots(arena, share=settings.key_bytes)
     regions = Regions(most=_most_regions(), share=settings.local_bytes)
     supervisor = Supervisor(arena, metrics, options_of(settings), regions)
@@ -156,6 +156,17 @@ def build(settings: Settings) -> Services:
     supervisor.watchers.append(services.now.saw)
     services.jobs = jobs_of(services)
     return services
+
+
+def arena_of(settings: Settings) -> Arena:
+    """The arena of the size that is set. SettingsError where the system doesn't give so much."""
+    try:
+        return Arena.create(settings.arena_bytes)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or "no memory is so large"
+        raise SettingsError(
+            f"arena_bytes = {settings.arena_bytes}: the system doesn't give so much shared memory: {why}"
+        ) from None
 
 
 def store_of(settings: Settings, slots: Slots, forget: Callable[..., None]) -> TensorStore:

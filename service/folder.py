@@ -26,7 +26,7 @@ class FolderTaken(OSError):
 
 
 class FolderBroken(OSError):
-    """The data folder's database can't be opened: start-up stops."""
+    """The data folder can't be made, or its database not opened: start-up stops."""
 
 
 def refusal(error: OSError | sqlite3.Error) -> ServiceError:
@@ -81,7 +81,9 @@ class DataFolder:
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if error.errno not in _READ_ONLY:
-                raise
+                raise FolderBroken(
+                    f"data = {str(self.path)!r}: can't be the data folder: {error.strerror}"
+                ) from error
             self.writable = False
             return
         self._take(self._lock)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Callable
 
 _SECONDS = 10.0  # for a scraper to send its head
@@ -15,9 +16,9 @@ _HEAD_BYTES = 16384
 
 
 async def serve(
-    host: str, port: int, exposition: Callable[[str], tuple[bytes, str]], ready: Callable[[], bool]
+    listener: socket.socket, exposition: Callable[[str], tuple[bytes, str]], ready: Callable[[], bool]
 ) -> asyncio.Server:
-    """Listen until the returned server is closed."""
+    """Answer on `listener` until the returned server is closed."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -30,7 +31,7 @@ async def serve(
         finally:
             writer.close()
 
-    return await asyncio.start_server(answer, host, port, limit=_HEAD_BYTES)
+    return await asyncio.start_server(answer, sock=listener, limit=_HEAD_BYTES)
 
 
 _ACCEPT = re.compile(rb"\r\naccept:([^\r\n]*)", re.IGNORECASE)

@@ -46,6 +46,7 @@ _SERVICE_LINK = re.compile(
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _GIB = 1 << 30
+_LEAST_ARENA = 1 << 20
 #: Settings that may hold a password: a complaint doesn't repeat them.
 _SECRET = frozenset({"journal"})
 
@@ -288,9 +289,20 @@ class Settings(BaseModel):
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
 
+    @field_validator("hosts", mode="after")
+    @classmethod
+    def _names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        """What can't be in Host would never match, and the service would refuse all under that name."""
+        for host in hosts:
+            if "/" in host or (host.count(":") == 1) or any(map(str.isspace, host)):
+                raise ValueError(f"{host!r} is no name: without scheme, port and path")
+        return hosts
+
     @field_validator("arena_bytes", mode="after")
     @classmethod
     def _arena(cls, size: int) -> int:
+        if 0 < size < _LEAST_ARENA:
+            raise ValueError("1MiB or more, with its unit")
         return size or min(memory_limit() // 4, 4 * _GIB)
 
     @field_validator("max_body_bytes", "max_output_bytes", "queue_bytes", mode="after")

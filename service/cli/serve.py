@@ -7,6 +7,7 @@ import asyncio
 import errno
 import math
 import os
+import resource
 import socket
 import stat
 import sys
@@ -18,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from service import audit, cli, logs, scrape
 from service.cli.shadow import complaint
-from service.settings import Settings, SettingsError, load
+from service.settings import Settings, SettingsError, load, memory_limit
 from service.tls import Certificates
 
 if TYPE_CHECKING:
     import uvicorn
 
 _BACKLOG = 2048
+#: Open files that the front, its worker and a few connections take.
+_DESCRIPTORS = 64
+
+_log = logs.Log("serve")
 
 #: Titles of the help, by the setting that each begins with.
 _GROUPS = {
@@ -90,8 +95,9 @@ def main(argv: Sequence[str]) -> int:
         if (wrong := complaint()) is not None:
             raise SettingsError(wrong)
         check(settings)
+        raise_descriptors()
         certificates = Certificates.of(settings)
-        listener = bind(settings)
+        listener, scraped = bind(settings), bind_scrape(settings)
     except SettingsError as error:
         return cli.complain(error)
     logs.setup(settings.log_format, settings.log_level)
@@ -100,8 +106,12 @@ def main(argv: Sequence[str]) -> int:
             audit.to_file(settings.audit_file)
         except OSError as error:
             return cli.complain(f"audit_file: can't write {settings.audit_file}: {error.strerror}")
+    if settings.arena_bytes > memory_limit():
+        _log.warning(
+            "arena_bytes is above the memory limit", limit=memory_limit(), arena=settings.arena_bytes
+        )
     try:
-        return run(settings, listener, certificates)
+        return run(settings, listener, certificates, scraped)
     finally:
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)
@@ -119,24 +129,42 @@ def check(settings: Settings) -> None:
         traces.check(settings.otel_endpoint)
 
 
+def raise_descriptors() -> None:
+    """As many descriptors as the system allows: each connection is one. SettingsError where they are too few."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if few != most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most != resource.RLIM_INFINITY and most < _DESCRIPTORS:
+        raise SettingsError(f"ulimit -n allows {most} open files; the service needs {_DESCRIPTORS} or more")
+
+
 def bind(settings: Settings) -> socket.socket:
     """The listening socket; SettingsError where the address can't be had."""
     if settings.uds is not None:
         return _bind_unix(settings.uds)
+    return _bind(settings, "port", settings.port)
+
+
+def bind_scrape(settings: Settings) -> socket.socket | None:
+    """The socket of /metrics and /health alone, where it has a port of its own."""
+    return None if settings.metrics_port is None else _bind(settings, "metrics_port", settings.metrics_port)
+
+
+def _bind(settings: Settings, name: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)
     except OSError as error:
-        setting = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
-        where = f"{settings.host} port {settings.port}"
+        setting = name if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         raise SettingsError(
-            f"{setting} = {getattr(settings, setting)!r}: can't listen on {where}: {error.strerror}"
+            f"{setting} = {getattr(settings, setting)!r}: can't listen on {settings.host} port {port}: "
+            f"{error.strerror}"
         ) from None
-    listener.listen(_BACKLOG)
     return listener
 
 
@@ -207,8 +235,13 @@ def server_config(settings: Settings, app: Any, certificates: Certificates | Non
     )
 
 
-def run(settings: Settings, listener: socket.socket, certificates: Certificates | None = None) -> int:
-    """Serve on `listener` until a signal."""
+def run(
+    settings: Settings,
+    listener: socket.socket,
+    certificates: Certificates | None = None,
+    scraped: socket.socket | None = None,
+) -> int:
+    """Serve on `listener` until a signal; /metrics and health on `scraped` too, where it is given."""
     from service.app import create_app, drain
     from service.server import Server
 
@@ -222,13 +255,10 @@ def run(settings: Settings, listener: socket.socket, certificates: Certificates 
         _watch: asyncio.Task[None] | None = None
 
         async def _open_scrape(self) -> None:
-            if settings.metrics_port is not None:
+            if scraped is not None:
                 services = app.state.services
                 self._scrape = await scrape.serve(
-                    settings.host,
-                    settings.metrics_port,
-                    services.metrics.exposition,
-                    lambda: services.supervisor.ready,
+                    scraped, services.metrics.exposition, lambda: services.supervisor.ready
                 )
             if certificates is not None:
                 self._watch = asyncio.ensure_future(certificates.watch())

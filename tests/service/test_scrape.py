@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 
 from service import scrape
+
+
+def listener() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
 
 
 @pytest.mark.parametrize(
@@ -23,7 +28,7 @@ from service import scrape
     ],
 )
 async def test_answers_metrics_and_health_only(request_line: str, status: int, body: bytes) -> None:
-    server = await scrape.serve("127.0.0.1", 0, lambda accept: (b"gemm 1\n", "text/plain"), lambda: False)
+    server = await scrape.serve(listener(), lambda accept: (b"gemm 1\n", "text/plain"), lambda: False)
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(f"{request_line}\r\nHost: x\r\n\r\n".encode())
@@ -35,7 +40,7 @@ async def test_answers_metrics_and_health_only(request_line: str, status: int, b
 
 
 async def test_a_head_without_end_is_cut_off() -> None:
-    server = await scrape.serve("127.0.0.1", 0, lambda accept: (b"", "text/plain"), lambda: True)
+    server = await scrape.serve(listener(), lambda accept: (b"", "text/plain"), lambda: True)
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"x" * 100_000)

@@ -147,6 +147,18 @@ def test_hosts_and_paths() -> None:
     assert load({"data": "d"}, environ={}).data == Path.cwd() / "d"
 
 
+@pytest.mark.parametrize("host", ["gemm.example:8000", "https://gemm.example", "a b"])
+def test_a_name_that_can_not_be_in_host_is_refused(host: str) -> None:
+    with pytest.raises(SettingsError, match=r"hosts .*without scheme, port and path"):
+        load({"hosts": f"fine.example,{host}"}, environ={})
+    assert load({"hosts": "::1,[::1],*"}, environ={}).hosts == ("::1", "[::1]", "*")
+
+
+def test_an_arena_without_its_unit_is_refused() -> None:
+    with pytest.raises(SettingsError, match="arena_bytes = '4' from the flag --arena-bytes: 1MiB or more"):
+        load({"arena_bytes": "4"}, environ={})
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         load(environ={}).port = 1
