@@ -8,16 +8,19 @@ good keys in force.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
+import math
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,18 @@ class Quota:
     flops_per_second: float | None = None
     store_bytes: int | None = None
     bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        """ValueError where a bound isn't one: the file may have been written by hand."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            kind = int if name in ("concurrent_requests", "store_bytes") else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ValueError(f"quota {name}: {'a whole' if kind is int else 'a'} number is needed")
+            if not (0 < value < math.inf or (name == "store_bytes" and value == 0)):
+                raise ValueError(f"quota {name}: a number above 0 is needed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,28 +308,31 @@ def add(
         raise ValueError(
             f"no such scope: {', '.join(sorted(unknown))}; there are {', '.join(sorted(SCOPES))}"
         )
-    keys = read(path) if path.exists() else []
+    if expires is not None and not time.time() < expires < math.inf:
+        raise ValueError("a key must end in the future")
     key_id = secrets.token_hex(6)
     token = f"gemm_{key_id}_{secrets.token_urlsafe(32)}"
     key = Key(key_id, owner, digest(token), frozenset(scopes), quota or Quota(), time.time(), expires)
-    _write(path, [*keys, key])
+    with _alone(path):
+        _write(path, [*(read(path) if path.exists() else []), key])
     return key, token
 
 
 def revoke(path: Path, key_id: str, *, after_seconds: float = 0.0) -> Key:
     """Take a key out of force, at once or after a time that lets its successor be handed out."""
-    keys = read(path)
-    found = next((key for key in keys if key.id == key_id), None)
-    if found is None:
-        raise ValueError(f"there is no key {key_id} in {path}")
-    others = [key for key in keys if key.id != key_id]
-    if after_seconds > 0:
-        until = time.time() + after_seconds
-        expires = until if found.expires is None else min(until, found.expires)
-        others.append(
-            Key(found.id, found.owner, found.sha256, found.scopes, found.quota, found.created, expires)
-        )
-    _write(path, others)
+    if not 0 <= after_seconds < math.inf:
+        raise ValueError("the time until a key ends is 0 seconds or more")
+    with _alone(path):
+        keys = read(path)
+        found = next((key for key in keys if key.id == key_id), None)
+        if found is None:
+            raise ValueError(f"there is no key {key_id} in {path}")
+        others = [key for key in keys if key.id != key_id]
+        if after_seconds > 0:
+            until = time.time() + after_seconds
+            expires = until if found.expires is None else min(until, found.expires)
+            others.append(replace(found, expires=expires))
+        _write(path, others)
     return found
 
 
@@ -349,6 +367,8 @@ def _key(row: dict[str, Any]) -> Key:
         created=float(row.get("created", 0.0)),
         expires=None if row.get("expires") is None else float(row["expires"]),
     )
+    if key.expires is not None and not math.isfinite(key.expires):
+        raise ValueError(f"key {key.id}: expires {key.expires}")
     if not _OWNER.fullmatch(key.owner):
         raise ValueError(f"key {key.id}: owner {key.owner!r}")
     if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
@@ -374,9 +394,20 @@ def _row(key: Key) -> dict[str, Any]:
     return row
 
 
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While the file is edited nobody else edits it: its folder is locked, for the file itself is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 def _write(path: Path, keys: Iterable[Key]) -> None:
     """Replace the file in one step, mode 0600, synced, so that a reader sees the old rows or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

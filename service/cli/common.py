@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -12,20 +15,39 @@ from typing import Any
 import numpy as np
 
 from service import cli
-from service.client import Client, GemmError
+from service.client import Client, ConnectionFailed, GemmError
 from service.client.tensors import DTYPES
 
 VOID_PAIR = np.dtype("V2")  # how .npy names bf16, having no name for it
 
 
-def service_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the service is. Keys come from GEMM_KEY only: other users of the machine see arguments."""
-    parser.add_argument(
-        "--url", help="http://host:port, https://… or unix:/path; or GEMM_URL (http://127.0.0.1:8000)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds for each call, retries included"
-    )
+def service_flags(*parsers: argparse.ArgumentParser) -> None:
+    """Where the service is, before or after a subcommand: `parsers` are a command's and its subcommands'.
+
+    Keys come from GEMM_KEY only: other users of the machine see arguments.
+    """
+    for number, parser in enumerate(parsers):
+        # A subcommand's own default would overwrite what was said before it.
+        absent: dict[str, Any] = {} if number == 0 else {"default": argparse.SUPPRESS}
+        parser.add_argument(
+            "--url",
+            help="http://host:port, https://… or unix:/path; or GEMM_URL (http://127.0.0.1:8000)",
+            **absent,
+        )
+        parser.add_argument(
+            "--timeout",
+            type=positive,
+            help="seconds for each call, retries included (600)",
+            **({"default": 600.0} | absent),
+        )
+
+
+def positive(text: str) -> float:
+    """A number above 0, for argparse."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("a number above 0 is taken")
+    return value
 
 
 def client_of(given: argparse.Namespace) -> Client:
@@ -37,6 +59,9 @@ def guarded(work: Callable[[], int]) -> int:
     """Run a command's work: 1 where the service refused or wasn't reached, 2 where arguments are wrong."""
     try:
         return work()
+    except ConnectionFailed as error:
+        cli.complain(error if error.sent else f"{error}; --url or GEMM_URL says where the service is")
+        return 1
     except GemmError as error:
         cli.complain(error)
         return 1
@@ -58,7 +83,10 @@ def operand(text: str, dtype: str | None) -> Any:
 
 def load(path: Path, dtype: str | None) -> np.ndarray[Any, Any]:
     """An array from a .npy file; objects are refused. `dtype` "bf16" says what two-byte void means."""
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):  # whose words advise to load pickled objects
+        raise ValueError(f"{path} isn't a .npy file of numbers") from None
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path} is an archive, not one array")
     if array.dtype == VOID_PAIR:
@@ -71,14 +99,24 @@ def load(path: Path, dtype: str | None) -> np.ndarray[Any, Any]:
 
 
 def save(path: Path, array: np.ndarray[Any, Any]) -> None:
-    """A .npy file, complete or absent."""
+    """A .npy file, complete or absent. OSError names it."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("wb") as file:
             np.save(file, array.view(VOID_PAIR) if array.dtype == DTYPES["bf16"] else array)
         os.replace(fresh, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+
+
+def check_folder(path: Path | None) -> None:
+    """OSError where a file couldn't be written there: better said before the work than after it."""
+    if path is not None and not os.access(path.absolute().parent, os.W_OK):
+        code = errno.EACCES if path.absolute().parent.is_dir() else errno.ENOENT
+        raise OSError(code, os.strerror(code), str(path))
 
 
 def seconds(value: float) -> str:

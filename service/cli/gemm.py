@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service import cli
-from service.cli.common import client_of, guarded, operand, save, seconds, service_flags
+from service.cli.common import check_folder, client_of, guarded, operand, save, seconds, service_flags
 from service.client import Handle
 
 _EXAMPLES = """\
@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _multiply(given: argparse.Namespace) -> int:
+    check_folder(given.output)
     a, b = operand(given.a, given.dtype), operand(given.b, given.dtype)
     c, bias = (None if text is None else operand(text, None) for text in (given.c, given.bias))
     options = {name: value for name in _OPTIONS if (value := getattr(given, name)) is not None}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from service import cli
-from service.cli.common import client_of, guarded, operand, save, service_flags
+from service.cli.common import check_folder, client_of, guarded, operand, save, service_flags
 from service.client import Client, Handle, Job, Step
 
 _EXAMPLES = """\
@@ -29,7 +29,6 @@ A job file names .npy files (beside it), handles and earlier steps; other fields
 def main(argv: Sequence[str]) -> int:
     """`gemm-service jobs`."""
     parser = cli.parser("jobs", "Submit jobs, wait for them, fetch their results.", _EXAMPLES)
-    service_flags(parser)
     commands = parser.add_subparsers(dest="do", metavar="{list,submit,show,wait,result,cancel}")
     commands.add_parser("list", help="list them (also without a command)")
     submit = commands.add_parser("submit", help="hand in a job file")
@@ -43,7 +42,10 @@ def main(argv: Sequence[str]) -> int:
     result.add_argument("id")
     result.add_argument("step")
     result.add_argument("-o", "--output", type=Path, help="default: STEP.npy")
+    service_flags(parser, *commands.choices.values())
     given = parser.parse_args(argv)
+    if given.do == "submit" and given.results is not None and not given.wait:
+        return cli.complain("--results goes with --wait")
     return guarded(lambda: _work(given))
 
 
@@ -58,9 +60,11 @@ def _work(given: argparse.Namespace) -> int:
                 _show(client.wait(given.id, timeout=given.timeout, progress=True))
             case "cancel":
                 client.cancel(given.id)
-                print(f"{given.id} is cancelled")
+                # One that had ended stays as it was.
+                print(f"{given.id} is {client.job(given.id).state}")
             case "result":
                 output = given.output or Path(f"{given.step}.npy")
+                check_folder(output)
                 save(output, client.result(given.id, given.step))
                 print(output)
             case _:
@@ -94,8 +98,10 @@ def read(path: Path) -> list[Step]:
     """The steps of a job file; ValueError says what is wrong with it."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["steps"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f'{path}: a job file is JSON with a list "steps": {error}') from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f'{path}: "steps" is a list of objects')
     made: dict[str, Step] = {}
     for row in rows:
         fields = dict(row)
@@ -103,12 +109,23 @@ def read(path: Path) -> list[Step]:
             name, a, b = fields.pop("id"), fields.pop("a"), fields.pop("b")
         except KeyError as error:
             raise ValueError(f"{path}: a step lacks {error}") from None
+        if name in made:
+            raise ValueError(f"{path}: two steps are called {name!r}")
         operands = [_operand(value, path.parent, made) for value in (a, b)]
         more = {key: _operand(fields.pop(key), path.parent, made) for key in ("c", "bias") if key in fields}
-        out = fields.pop("out", None)
-        kept = Handle(out["handle"]) if isinstance(out, Mapping) else None
+        kept = _kept(fields.pop("out", "inline"))
         made[name] = Step(name, operands[0], operands[1], out=kept, options=fields, **more)
     return list(made.values())
+
+
+def _kept(out: Any) -> Handle | None:
+    """Where a step's result goes: `handle:NAME` or {"handle": NAME}; else it stays with the job."""
+    if out == "inline":
+        return None
+    name = out.get("handle") if isinstance(out, Mapping) else out
+    if not isinstance(name, str) or (name is out and not name.startswith("handle:")):
+        raise ValueError('out of a step is "handle:NAME" or {"handle": "NAME"}')
+    return Handle(name.removeprefix("handle:"))
 
 
 def _operand(value: Any, folder: Path, earlier: Mapping[str, Step]) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service import cli, keys
+from service.cli.common import size
 from service.settings import SettingsError, parse_bytes
 
 _EXAMPLES = """\
@@ -99,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
                 _list(keys.read(given.file))
     except (SettingsError, ValueError) as error:
         return cli.complain(error)
+    except OSError as error:
+        return cli.complain(f"--file {given.file}: {error.strerror}")
     return 0
 
 
@@ -112,11 +115,17 @@ def _show(key: keys.Key, token: str) -> None:
 
 
 def _list(rows: Sequence[keys.Key]) -> None:
-    print(f"{'id':14}{'owner':20}{'scopes':26}expires")
+    print(f"{'id':14}{'owner':20}{'scopes':26}{'expires':21}quotas")
     for key in rows:
         ends = (
             "never"
             if key.expires is None
             else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(key.expires))
         )
-        print(f"{key.id:14}{key.owner:20}{','.join(sorted(key.scopes)):26}{ends}")
+        quotas = ((name, getattr(key.quota, name)) for name in key.quota.__slots__)
+        told = ", ".join(f"{name} {_bound(name, value)}" for name, value in quotas if value is not None)
+        print(f"{key.id:14}{key.owner:20}{','.join(sorted(key.scopes)):26}{ends:21}{told or 'none'}")
+
+
+def _bound(name: str, value: float) -> str:
+    return size(value) if "bytes" in name else f"{value:g}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service import cli
-from service.cli.common import client_of, guarded, load, save, service_flags
+from service.cli.common import check_folder, client_of, guarded, load, save, service_flags
 
 _PUT_EXAMPLES = """\
   gemm-service put weights.npy                    kept as handle:weights
@@ -51,7 +51,6 @@ def put(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     """`gemm-service tensors`."""
     parser = cli.parser("tensors", "List, fetch and delete kept matrices.", _EXAMPLES)
-    service_flags(parser)
     commands = parser.add_subparsers(dest="do", metavar="{list,get,delete}")
     commands.add_parser("list", help="list them (also without a command)")
     get = commands.add_parser("get", help="fetch one into a .npy file")
@@ -59,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     get.add_argument("-o", "--output", type=Path, help="default: NAME.npy")
     delete = commands.add_parser("delete", help="forget one")
     delete.add_argument("name")
+    service_flags(parser, *commands.choices.values())
     given = parser.parse_args(argv)
     return guarded(lambda: _work(given))
 
@@ -68,6 +68,7 @@ def _work(given: argparse.Namespace) -> int:
         match given.do:
             case "get":
                 output = given.output or Path(f"{given.name}.npy")
+                check_folder(output)
                 array = client.get(given.name.removeprefix("handle:"))
                 save(output, array)
                 print(f"{output}: {array.dtype} {array.shape}")

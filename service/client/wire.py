@@ -294,7 +294,8 @@ def _connect(family: int, address: Any, tls: ssl.SSLContext | None, name: str) -
             yield Need(sock.fileno(), False, True)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            raise ConnectionFailed(f"can't connect to {name}: {os.strerror(code)}", sent=False)
+            where = name if family == socket.AF_UNIX else f"{name} port {address[1]}"
+            raise ConnectionFailed(f"can't connect to {where}: {os.strerror(code)}", sent=False)
         if tls is not None:
             sock = tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
             yield from _handshake(sock, name)

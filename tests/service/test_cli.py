@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -89,9 +90,9 @@ def test_examples_of_the_help_parse() -> None:
     assert checked >= 10
 
 
-def serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def serve(*flags: str, under: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GEMM_")}
-    command = [sys.executable, "-m", "service", "serve", *flags]
+    command = [*under, sys.executable, "-m", "service", "serve", *flags]
     return subprocess.run(
         command, cwd=ROOT, env=clean | environ, capture_output=True, text=True, timeout=60, check=False
     )
@@ -116,6 +117,34 @@ def test_port_in_use_is_said(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("gemm-service: port = ")
     assert "Address already in use" in done.stderr
+
+
+def test_metrics_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = serve("--port", "0", "--metrics-port", port, "--data", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"gemm-service: metrics_port = {port}: can't listen on ")
+
+
+def test_too_few_descriptors_are_said(tmp_path: Path) -> None:
+    done = serve("--port", "0", "--data", str(tmp_path), under=("sh", "-c", 'ulimit -n 30; exec "$0" "$@"'))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "ulimit -n allows 30" in line
+
+
+def test_what_the_system_does_not_give_is_said_by_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for flags, told in (
+        (("--arena-bytes", "1000000000GiB"), "arena_bytes = "),
+        (("--arena-bytes", "2000TiB"), "arena_bytes = "),
+        (("--data", str(tmp_path / "file")), f"data = '{tmp_path / 'file'}': can't be the data folder: "),
+    ):
+        done = serve("--port", "0", "--data", str(tmp_path / "data"), *flags)
+        assert done.returncode == 3
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_data_folder_in_use_is_said(service: Service) -> None:
@@ -213,6 +242,62 @@ def test_jobs(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (there / "bad.json").write_text('{"steps": [{"id": "x", "a": {"step": "later"}, "b": "B.npy"}]}')
     assert cli.main(["jobs", "submit", "bad.json"]) == 2
     assert "no earlier step" in capsys.readouterr().err
+    assert cli.main(["jobs", "cancel", job_id]) == 0
+    assert capsys.readouterr().out == f"{job_id} is done\n"  # it had ended
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ('["steps"]', "list"),
+        ('{"steps": 1}', "list of objects"),
+        ('{"steps": ["x"]}', "list of objects"),
+        ('{"steps": [{"id": "x", "a": "handle:w"}]}', "lacks 'b'"),
+        ('{"steps": [{"id": "x", "a": "handle:w", "b": "handle:w", "out": "y"}]}', "handle:NAME"),
+        (
+            '{"steps": [{"id": "x", "a": "handle:w", "b": "handle:w"},'
+            ' {"id": "x", "a": "handle:w", "b": "handle:w"}]}',
+            "two steps",
+        ),
+    ],
+)
+def test_a_wrong_job_file_is_told_apart(
+    job: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(job)
+    assert cli.main(["jobs", "submit", str(file), "--url", "http://127.0.0.1:1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_files_that_can_not_be_read_or_written_are_named(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(there / "A.npy", 2, 2)
+    (there / "junk.npy").write_bytes(b"junk")
+    np.save(there / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    for arguments, told in (
+        (["gemm", "A.npy", "junk.npy"], "junk.npy isn't a .npy file of numbers"),
+        (["gemm", "A.npy", "objects.npy"], "objects.npy isn't a .npy file of numbers"),
+        (["gemm", "A.npy", "A.npy", "-o", "none/D.npy"], "none/D.npy: No such file or directory"),
+        (["tensors", "get", "w", "-o", "none/W.npy"], "none/W.npy: No such file or directory"),
+        (["jobs", "result", "x", "y", "-o", "none/D.npy"], "none/D.npy: No such file or directory"),
+    ):
+        assert cli.main(arguments) == 2
+        assert capsys.readouterr().err == f"gemm-service: {told}\n"
+
+
+@pytest.mark.parametrize("value", ["nan", "0", "-1", "inf", "x"])
+def test_a_timeout_that_is_no_time_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tensors", "--timeout", value])
+    assert "--timeout" in capsys.readouterr().err
+
+
+def test_results_without_waiting_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["jobs", "submit", "job.json", "--results", "out"]) == 2
+    assert "--wait" in capsys.readouterr().err
 
 
 def test_variants_and_choice(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +325,9 @@ def test_service_that_is_not_there(there: Path, capsys: pytest.CaptureFixture[st
     save(there / "A.npy", 2, 2)
     started = time.monotonic()
     assert cli.main(["gemm", "A.npy", "A.npy", "--url", "http://127.0.0.1:9", "--timeout", "0.5"]) == 1
-    assert "can't connect" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "can't connect to 127.0.0.1 port 9: " in told
+    assert "GEMM_URL" in told
     assert time.monotonic() - started < 2
     assert cli.main(["gemm", "A.npy", "absent.npy"]) == 2
     assert "absent.npy: No such file" in capsys.readouterr().err
@@ -268,6 +355,17 @@ def test_keys_command(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["keys", "add", "carol", "--store-bytes", "4GiB", "--file", "carol.json"]) == 0
     (row,) = json.loads((there / "carol.json").read_text())["keys"]
     assert row["quota"] == {"store_bytes": 4 << 30}
+    capsys.readouterr()
+    assert cli.main(["keys", "list", "--file", "carol.json"]) == 0
+    assert "store_bytes 4.0 GiB" in capsys.readouterr().out
+    for wrong in (
+        ["--requests-per-second", "0"],
+        ["--expires-days", "-1"],
+        ["--file", "carol.json/keys.json"],
+    ):
+        assert cli.main(["keys", "add", "dan", *wrong]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("gemm-service: ")
 
 
 def test_serve_on_a_unix_socket_with_keys(tmp_path: Path) -> None:

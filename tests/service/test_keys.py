@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -224,3 +226,37 @@ def test_add_refuses_odd_owners_and_scopes(path: Path) -> None:
     keys.add(path, "a")
     with pytest.raises(ValueError, match="no key"):
         keys.revoke(path, "nobody")
+
+
+@pytest.mark.parametrize(
+    "quota",
+    [
+        {"requests_per_second": "50"},
+        {"requests_per_second": 0},
+        {"flops_per_second": float("nan")},
+        {"bytes_per_second": -1},
+        {"concurrent_requests": 1.5},
+        {"store_bytes": True},
+        {"requests": 1},
+    ],
+)
+def test_a_quota_that_bounds_nothing_stops_start_up(path: Path, quota: dict[str, object]) -> None:
+    keys.add(path, "alice")
+    document = json.loads(path.read_text())
+    document["keys"][0]["quota"] = quota
+    path.write_text(json.dumps(document))
+    with pytest.raises(SettingsError, match=f"keys_file: .*{next(iter(quota))}"):
+        Keys(settings(path))
+
+
+def test_keys_made_at_once_are_all_there(path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda number: keys.add(path, f"owner{number}")[0].id, range(24)))
+    assert {key.id for key in keys.read(path)} == set(made)
+
+
+@pytest.mark.parametrize("expires", [0.0, float("nan"), float("inf")])
+def test_a_key_that_never_was_or_never_ends_by_mistake_is_refused(path: Path, expires: float) -> None:
+    with pytest.raises(ValueError, match="future"):
+        keys.add(path, "alice", expires=expires)
+    assert not path.exists()
