@@ -1,7 +1,7 @@
-"""The README's figures: receives the results files, hands on the block between its markers.
+"""The README's figures: receives the results files, hands on the blocks between its markers.
 
-python -m benchmarks.figures           # print the block
-python -m benchmarks.figures --write   # put it into README.md
+python -m benchmarks.figures           # print the blocks
+python -m benchmarks.figures --write   # put them into README.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from benchmarks.record import RESULTS
 from benchmarks.transport import ALONE, HTTP, IN_PLACE, TRITON_SHARED
 
 README = RESULTS.parents[1] / "README.md"
-BLOCK = re.compile(r"<!-- figures: python -m benchmarks\.figures --write -->\n.*?<!-- end -->", re.DOTALL)
+MARK = "<!-- figures: python -m benchmarks.figures --write -->"
+HEADLINE_MARK = "<!-- headline: python -m benchmarks.figures --write -->"
+END = "<!-- end -->"
+
+#: What was measured, what came out, and the file under benchmarks/results that says so.
+Row = tuple[str, str, str]
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -25,32 +30,18 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def suite() -> list[str]:
-    """Kernels against cuBLAS on the H200."""
-    document = read("h200/suite.json")
-    if document is None:
-        return []
-    rows = [r for r in document["rows"] if not r["batch_invariant"]]
-    by_timing = {t: [r for r in rows if r["timing"] == t] for t in ("sustained", "burst")}
-    means = {
-        t: math.exp(sum(math.log(r["ratio"]) for r in group) / len(group)) for t, group in by_timing.items()
-    }
-    sustained = by_timing["sustained"]
-    least = min(sustained, key=lambda r: r["ratio"])
-    square = next(
-        r for r in sustained if (r["problem"]["m"], r["problem"]["n"], r["problem"]["k"]) == (4096,) * 3
-    )
-    ragged = [r for r in sustained if r["problem"]["n"] % 8 or r["problem"]["k"] % 8]
-    even = [r for r in sustained if r not in ragged]
-    even_mean = math.exp(sum(math.log(r["ratio"]) for r in even) / len(even))
-    odd = ", ".join(f"{_shape(r)} {r['ratio']:.1f} ×" for r in ragged)
-    return [
-        f"- **Kernels, measured on one {document['machine']['device']}** (fp16, {len(sustained)} shapes, against the "
-        f"better of cuBLAS and cuBLASLt in the same run): {means['sustained']:.2f} × its speed sustained and "
-        f"{means['burst']:.2f} × in bursts, as geometric means ({even_mean:.2f} × without the ragged {odd}); the least "
-        f"{least['ratio']:.2f} × ({_shape(least)}); 4096³ at {square['ratio']:.2f} ×, {square['tflops']:.0f} TFLOP/s. "
-        f"Measured at commit {document['commit'][:7]}. [suite.json](benchmarks/results/h200/suite.json)"
-    ]
+def _mean(rows: list[dict[str, Any]]) -> float:
+    return math.exp(sum(math.log(row["ratio"]) for row in rows) / len(rows))
+
+
+def _timed(document: dict[str, Any], timing: str, *, invariant: bool = False) -> list[dict[str, Any]]:
+    """Rows of the fastest choice, or of the choice among kernels whose bits don't depend on M."""
+    return [r for r in document["rows"] if r["batch_invariant"] is invariant and r["timing"] == timing]
+
+
+def _ragged(row: dict[str, Any]) -> bool:
+    """Rows that don't start at multiples of 16 bytes: what cuBLAS is slow at."""
+    return bool(row["problem"]["n"] % 8 or row["problem"]["k"] % 8)
 
 
 def _shape(row: dict[str, Any]) -> str:
@@ -59,70 +50,116 @@ def _shape(row: dict[str, Any]) -> str:
     return f"{batch}{p['m']}×{p['n']}×{p['k']}"
 
 
-def sharded() -> list[str]:
+def suite() -> list[Row]:
+    """Kernels against cuBLAS on the H200."""
+    document = read("h200/suite.json")
+    if document is None:
+        return []
+    sustained = _timed(document, "sustained")
+    invariant = _timed(document, "sustained", invariant=True)
+    least = min(sustained, key=lambda r: r["ratio"])
+    square = next(r for r in sustained if _shape(r) == "4096×4096×4096")
+    ragged = [r for r in sustained if _ragged(r)]
+    even = [r for r in sustained if not _ragged(r)]
+    odd = " and ".join(f"{_shape(r)} ({r['ratio']:.1f} ×)" for r in ragged)
+    result = (
+        f"{_mean(sustained):.2f} × the better of cuBLAS and cuBLASLt in the same run sustained, "
+        f"{_mean(_timed(document, 'burst')):.2f} × in bursts (fp16, geometric means over {len(sustained)} shapes); "
+        f"{_mean(even):.2f} × without the ragged {odd}. Least: {least['ratio']:.2f} × at {_shape(least)}. "
+        f"4096³: {square['ratio']:.2f} ×, {square['tflops']:.0f} TFLOP/s. With a row's bits independent of M, as is the "
+        f"API's default: {_mean(invariant):.2f} × sustained, least {min(r['ratio'] for r in invariant):.2f} ×. "
+        f"Commit {document['commit'][:7]}"
+    )
+    return [(f"Kernels on one {document['machine']['device']}", result, "h200/suite.json")]
+
+
+def sharded() -> list[Row]:
     """One product over two GPUs."""
     document = read("h200x2/gpus.json")
     rows = [r for r in document["rows"] if r.get("part") == "sharded" and "ratio" in r] if document else []
     return [
-        f"- **One product over two GPUs**: {row['name'].removeprefix('sharded ')}: {row['flops_per_second'] / 1e12:.0f} "
-        f"TFLOP/s, {row['ratio']:.2f} × one of them. [gpus.json](benchmarks/results/h200x2/gpus.json)"
+        (
+            f"One product, {row['name'].removeprefix('sharded ')}",
+            f"{row['flops_per_second'] / 1e12:.0f} TFLOP/s, {row['ratio']:.2f} × one of them",
+            "h200x2/gpus.json",
+        )
         for row in rows
     ]
 
 
-def on_gpu() -> list[str]:
+def on_gpu() -> list[Row]:
     """The service on one GPU."""
     document = read("h200/service.json")
     if document is None:
         return []
     rows = document["rows"]
+    gpu = document["machine"]["gpu"]
     kept = next(r for r in rows if r["name"].startswith("POST /gemm 4096³"))
     start = next(r for r in rows if r["name"].startswith("process start to ready"))
     killed = next(r for r in rows if r["part"] == "killed")
     stacks = [r for r in rows if r["part"] == "stacking"]
     gains = ", ".join(f"1/{r['gain']:.0f} at {r['name'].split(', ')[1].split(' against')[0]}" for r in stacks)
-    return [
-        f"- **The service on one {document['machine']['gpu']}**: `POST /gemm` 4096³ fp16, operands stored and D kept: p50 "
-        f"{kept['p50_seconds'] * 1e3:.2f} ms, of which the kernel {kept['kernel_seconds'] * 1e3:.2f} ms; 64 clients stacked against "
-        f"one 8192×8192 weight take {gains} of the device's time unstacked; ready {start['seconds']:.1f} s after its start, and "
-        f"{killed['detail']['seconds_until_ready']:.1f} s after a kill -9 of its worker under load, with no request failed. "
-        "[service.json](benchmarks/results/h200/service.json)"
-    ]
+    told = (
+        (
+            "`POST /gemm` 4096³ fp16, operands stored, D kept",
+            f"p50 {kept['p50_seconds'] * 1e3:.2f} ms, of which the kernel {kept['kernel_seconds'] * 1e3:.2f} ms",
+        ),
+        ("64 clients stacked against one 8192×8192 weight", f"{gains} of the device's time unstacked"),
+        (
+            "ready",
+            f"{start['seconds']:.1f} s after its start; {killed['detail']['seconds_until_ready']:.1f} s after a "
+            "kill -9 of its worker under load, with no request failed",
+        ),
+    )
+    return [(f"Service on one {gpu}: {what}", result, "h200/service.json") for what, result in told]
 
 
-def serving() -> list[str]:
+def serving() -> list[Row]:
     """The service against its peers on a CPU."""
     document = read("cpu/serving.json")
     if document is None:
         return []
+    source = "cpu/serving.json"
     rates = {r["server"]: r for r in document["rows"] if r["part"] == "rates"}
     own = rates["gemm-service"]
     peers = ", ".join(
         f"{row['ours_over_this']['median']:.1f} × {name}"
+        + (f" (whose bodies are {form})" if (form := _form(row)) != _form(own) else "")
         for name, row in rates.items()
         if "ours_over_this" in row and name != "gemm-service"
     )
     machine = document["machine"]
-    lines = [
-        f"- **The service, measured on {machine['cores']} cores of an {machine['cpu']}** (256³ fp32, 8 clients): "
-        f"{own['requests_per_second']['median']:.0f} requests a second, p50 {own['p50_seconds']['median'] * 1e3:.1f} ms; "
-        f"{peers}. [serving.json](benchmarks/results/cpu/serving.json)"
+    rows = [
+        (
+            f"Service on {machine['cores']} cores of an {machine['cpu']}: {own['workload']}, {own['clients']} clients",
+            f"{own['requests_per_second']['median']:.0f} requests a second, p50 "
+            f"{own['p50_seconds']['median'] * 1e3:.1f} ms; {peers}",
+            source,
+        )
     ]
     moved = {r["name"]: r for r in document["rows"] if r["part"] == "transfers"}
     if moved:
         told = ", ".join(f"{name} {row['ratio']['median']:.2f}" for name, row in moved.items())
-        lines.append(f"- **Bytes in and out**, as a share of bare socket calls: {told}.")
-    lines += [
-        f"- **Stacking** ({row['clients']} clients, {row['workload']}): {row['requests_per_second']['median']:.0f} requests a "
-        f"second, {row['gain']['median']:.1f} × those without; torch alone gains {row['bare_torch_gain']['median']:.1f} × from "
-        "16 rows to 1024."
+        rows.append(("Bytes in and out, as a share of bare socket calls", told, source))
+    rows += [
+        (
+            f"Stacking: {row['clients']} clients, {row['workload']}",
+            f"{row['requests_per_second']['median']:.0f} requests a second, {row['gain']['median']:.1f} × those "
+            f"unstacked; torch alone gains {row['bare_torch_gain']['median']:.1f} × from 16 rows to 1024",
+            source,
+        )
         for row in document["rows"]
         if row["part"] == "stacking"
     ]
-    return lines
+    return rows
 
 
-def transport() -> list[str]:
+def _form(row: dict[str, Any]) -> str:
+    """How a workload's bodies are sent."""
+    return str(row["workload"]).partition(", ")[2]
+
+
+def transport() -> list[Row]:
     """Ways to hand operands over on one computer."""
     document = read("cpu/transport.json")
     if document is None:
@@ -136,55 +173,97 @@ def transport() -> list[str]:
         return f"{rows[name]['ratio']['median']:.1f} ×"
 
     return [
-        f"- **Handing over 128 MB on one computer** (16×2²⁰ by 2²⁰×16 fp32, {document['machine']['cores']} cores; the product "
-        f"alone takes {told(ALONE)}): in shared memory {told(IN_PLACE)}, {times(IN_PLACE)} the rate of tritonclient over HTTP "
-        f"and {times(f'{IN_PLACE} over {HTTP}')} our own over HTTP ({told(HTTP)}, {times(HTTP)} tritonclient's); tritonclient in "
-        f"system shared memory {told(TRITON_SHARED)}, {times(TRITON_SHARED)} its HTTP. "
-        "[transport.json](benchmarks/results/cpu/transport.json)"
+        (
+            "Handing over 128 MB on one computer (16×2²⁰ by 2²⁰×16 fp32; the product alone takes "
+            f"{told(ALONE)})",
+            f"{told(IN_PLACE)} in shared memory, {times(IN_PLACE)} the rate of tritonclient over HTTP; "
+            f"{told(HTTP)} over HTTP, {times(HTTP)}; tritonclient in system shared memory "
+            f"{told(TRITON_SHARED)}, {times(TRITON_SHARED)}",
+            "cpu/transport.json",
+        )
     ]
 
 
-def checks() -> list[str]:
+def checks() -> list[Row]:
     """Long runs that look for faults."""
-    lines = []
+    rows = []
     for path in sorted(RESULTS.glob("*/soak.json")):
         document = json.loads(path.read_text())
         row = document["rows"][0]
-        lines.append(
-            f"- **Soak**: {row['requests']:,} random requests in {row['seconds']:.0f} s on {document['machine']['cores']} cores, "
-            f"with {row['worker_restarts']:.0f} killed workers: no wrong answer, no 500, nothing left behind. "
-            f"[soak.json]({path.relative_to(README.parent)})"
+        found = "no wrong answer, no 500, nothing left behind"
+        rows.append(
+            (
+                "Soak",
+                f"{row['requests']:,} random requests in {row['seconds']:.0f} s on {document['machine']['cores']} "
+                f"cores, with {row['worker_restarts']:.0f} killed workers: {_outcome([row], found)}",
+                str(path.relative_to(RESULTS)),
+            )
         )
     for path in sorted(RESULTS.glob("*/fuzz.json")):
-        rows = json.loads(path.read_text())["rows"]
-        minutes = sum(row["seconds"] for row in rows) / 60
-        lines.append(
-            f"- **Fuzzing**: {sum(row['examples'] for row in rows):,} hostile bodies, headers, places in shared memory and packets "
-            f"in {minutes:.0f} minutes of its processes together: no crash, no 500. [fuzz.json]({path.relative_to(README.parent)})"
+        found_rows = json.loads(path.read_text())["rows"]
+        minutes = sum(row["seconds"] for row in found_rows) / 60
+        rows.append(
+            (
+                "Fuzzing",
+                f"{sum(row['examples'] for row in found_rows):,} hostile bodies, headers, places in shared memory "
+                f"and packets in {minutes:.0f} minutes of its processes together: "
+                f"{_outcome(found_rows, 'no crash, no 500')}",
+                str(path.relative_to(RESULTS)),
+            )
         )
-    return lines
+    return rows
+
+
+def _outcome(rows: list[dict[str, Any]], good: str) -> str:
+    bad = [f"{row['outcome']}: {row['detail']}" for row in rows if row["outcome"] != "ok"]
+    return "; ".join(bad) or good
+
+
+def headline() -> str:
+    """What the README says first, markers included."""
+    kernels, served = read("h200/suite.json"), read("cpu/serving.json")
+    assert kernels is not None
+    assert served is not None
+    even = [r for r in _timed(kernels, "sustained") if not _ragged(r)]
+    rates = {r["server"]: r for r in served["rows"] if r["part"] == "rates"}
+    own, inline = rates["gemm-service"], rates["fastapi-inline"]
+    text = (
+        f"On one {kernels['machine']['device']} its kernels run at {_mean(even):.2f} × the better of cuBLAS and cuBLASLt "
+        f"(geometric mean of {len(even)} fp16 shapes, sustained; more on ragged ones). On {served['machine']['cores']} CPU "
+        f"cores it answers {own['requests_per_second']['median']:.0f} products of 256³ a second, "
+        f"{inline['ours_over_this']['median']:.1f} × FastAPI with the product in its handler."
+    )
+    return f"{HEADLINE_MARK}\n{text}\n{END}"
 
 
 def block() -> str:
-    """The whole block, markers included."""
-    lines = [*suite(), *on_gpu(), *sharded(), *serving(), *transport(), *checks()]
-    lines.append(
-        "- **Blackwell**: nobody here has a B200, so nothing is measured there. Its kernels run instruction by instruction on "
-        "the project's own virtual GPU, which finds deadlocks and races, and a kernel that hasn't been seen right on the very "
-        "device it serves on is never used."
-    )
+    """All figures, markers included."""
+    lines = ["| measured | result | file |", "|---|---|---|"]
+    for what, result, source in [*suite(), *on_gpu(), *sharded(), *serving(), *transport(), *checks()]:
+        name = source.rpartition("/")[2]
+        lines.append(f"| {what} | {result} | [{name}](benchmarks/results/{source}) |")
     text = "\n".join(lines)
-    return f"<!-- figures: python -m benchmarks.figures --write -->\n{text}\n<!-- end -->"
+    return f"{MARK}\n{text}\n{END}"
+
+
+def written(text: str) -> str:
+    """The README with both blocks as they are to be."""
+    for mark, made in ((HEADLINE_MARK, headline()), (MARK, block())):
+        pattern = re.compile(f"{re.escape(mark)}\n.*?{re.escape(END)}", re.DOTALL)
+        if pattern.search(text) is None:
+            raise SystemExit(f"README.md lacks {mark}")
+        text = pattern.sub(lambda _, made=made: made, text)
+    return text
 
 
 def main() -> None:
-    """Print the block, or put it into the README."""
+    """Print the blocks, or put them into the README."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__)
     parser.add_argument("--write", action="store_true", help="put it into README.md")
     if not parser.parse_args().write:
-        print(block())
+        print(headline(), block(), sep="\n")
         return
-    README.write_text(BLOCK.sub(lambda _: block(), README.read_text()))
+    README.write_text(written(README.read_text()))
 
 
 if __name__ == "__main__":
