@@ -17,8 +17,8 @@ import numpy as np
 
 from service.client.calls import Calls, Timed, name_of
 from service.client.errors import ConnectionFailed, GemmError
-from service.client.loans import Borrowed
-from service.client.local import Place, open_session
+from service.client.loans import Borrowed, ask
+from service.client.local import Place
 from service.client.operations import Operation, Pause, Retries
 from service.client.several import AsyncSeveralTransport, Order, SeveralTransport
 from service.client.shared import Arrays
@@ -32,6 +32,7 @@ from service.client.transport import (
     SocketTransport,
     Transport,
     wait,
+    wait_async,
 )
 
 T = TypeVar("T")
@@ -72,6 +73,16 @@ def _named(method: M, call: Callable[..., Any]) -> M:
     return method
 
 
+_BORROW = """A stored tensor as a torch tensor on the GPU that computes for a service on this machine.
+
+        It is a copy of the caller's own, by CUDA IPC, until `close` or the end of the block, ten minutes at most.
+        GemmError where the service isn't on this machine, or computes elsewhere than on a GPU.
+
+        >>> {block}("w") as w:
+        ...     y = x @ w.value
+        """
+
+
 class _Base:
     """What both clients are made with."""
 
@@ -109,6 +120,14 @@ class _Base:
 
     def _order(self) -> Order:
         return Order([endpoint.name + endpoint.prefix for endpoint in self.endpoints])
+
+    def _lender(self, limits: Any) -> tuple[Place, str]:
+        """Where a service on this machine lends its tensors, by the document of its limits, and the key for it."""
+        endpoint = self.endpoints[0]
+        place = Place.of(json.dumps(limits).encode())
+        if not (self._local and endpoint.near) or place is None:
+            raise GemmError("only a service on this machine lends its tensors")
+        return place, endpoint.key
 
     def empty(self, shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray[Any, np.dtype[Any]]:
         """An array of zeros in memory that a service on this machine shares: as operand or `out` it isn't copied."""
@@ -193,25 +212,11 @@ class Client(_Base):
     metrics = blocking(Calls.metrics)
 
     def borrow(self, name: str | Handle) -> Borrowed:
-        """A stored tensor as a torch tensor on the GPU that computes for a service on this machine.
+        place, key = self._lender(self.limits())
+        steps = ask(place, key, self._arrays, name_of(name))
+        return Borrowed(wait(steps, time.monotonic() + self.timeout))
 
-        It is a copy of the caller's own, by CUDA IPC, until `close` or the end of a `with` block, ten minutes at
-        most. GemmError where the service isn't on this machine, or computes elsewhere than on a GPU.
-
-        >>> with client.borrow("w") as w:
-        ...     y = x @ w.value
-        """
-        place = Place.of(json.dumps(self.limits()).encode())
-        endpoint = self.endpoints[0]
-        if not (self._local and endpoint.near) or place is None:
-            raise GemmError("only a service on this machine lends its tensors")
-        deadline = time.monotonic() + self.timeout
-        connection = wait(open_session(place, endpoint.key, self._arrays), deadline)
-        try:
-            return Borrowed(connection, wait(connection.borrow(name_of(name)), deadline))
-        except BaseException:
-            connection.close()
-            raise
+    borrow.__doc__ = _BORROW.format(block="with client.borrow")
 
 
 class AsyncClient(_Base):
@@ -288,3 +293,10 @@ class AsyncClient(_Base):
     limits = awaited(Calls.limits)
     ready = awaited(Calls.ready)
     metrics = awaited(Calls.metrics)
+
+    async def borrow(self, name: str | Handle) -> Borrowed:
+        place, key = self._lender(await self.limits())
+        steps = ask(place, key, self._arrays, name_of(name))
+        return await Borrowed.opened(await wait_async(steps, time.monotonic() + self.timeout))
+
+    borrow.__doc__ = _BORROW.format(block="async with await client.borrow")

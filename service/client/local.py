@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -85,22 +85,30 @@ def product(call: Call) -> bool:
     return call.method == "POST" and call.target.startswith("/gemm?") and _RAW in call.headers
 
 
+def result_of(query: Mapping[str, str]) -> tuple[str, tuple[int, ...]] | None:
+    """Dtype and shape of D by a request's query, as far as it tells: a C that the service keeps may add a batch."""
+    try:
+        a, b = (tuple(map(int, query[name].split("x"))) for name in ("a_shape", "b_shape"))
+        m = a[-1] if query.get("trans_a") == "true" else a[-2]
+        n = b[-2] if query.get("trans_b") == "true" else b[-1]
+        dtype = query.get("out_dtype") or query["dtype"]
+    except (KeyError, ValueError, IndexError):
+        return None
+    c = tuple(query.get("c_shape", "").split("x"))
+    batches = [int(shape[0]) for shape in (a, b, c) if len(shape) == 3]
+    batch = next((one for one in batches if one != 1), 1)
+    return dtype, (batch, m, n) if batches else (m, n)
+
+
 def room(target: str) -> int | None:
     """Bytes of D, as far as the query tells."""
     query = dict(parse_qsl(urlsplit(target).query))
     if query.get("out", "inline") != "inline":
         return 0
-    try:
-        a, b = (tuple(map(int, query[name].split("x"))) for name in ("a_shape", "b_shape"))
-        m = a[-1] if query.get("trans_a") == "true" else a[-2]
-        n = b[-2] if query.get("trans_b") == "true" else b[-1]
-        itemsize = _ITEMSIZE[query.get("out_dtype") or query["dtype"]]
-    except (KeyError, ValueError, IndexError):
+    told = result_of(query)
+    if told is None or told[0] not in _ITEMSIZE:
         return None
-    layers = [shape[0] for shape in (a, b) if len(shape) == 3]
-    if len(query.get("c_shape", "").split("x")) == 3:
-        layers.append(int(query["c_shape"].split("x")[0]))
-    return m * n * math.prod(sorted(layers)[-1:]) * itemsize
+    return math.prod(told[1]) * _ITEMSIZE[told[0]]
 
 
 @dataclass(slots=True)

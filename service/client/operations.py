@@ -23,6 +23,7 @@ from service.client import jobs, tensors
 from service.client.device import Bytes, OnDevice
 from service.client.errors import ConnectionFailed, GemmError, JobFailed, TimedOut, refusal
 from service.client.jobs import Job, Step
+from service.client.local import result_of
 from service.client.tensors import Array, Handle, Tensor
 from service.client.wire import Call, Head, Reply
 
@@ -139,11 +140,13 @@ class Operations:
         given = (a, b, c, bias)
         a, b, c, bias = map(tensors.adopt, given)
         query, parts = _operands(a, b, c, bias, options)
-        keep = out if isinstance(out, Handle) else None
-        place = _Place(tensors.target(out) if out is not None and keep is None else None)
+        keep, into = (out, None) if isinstance(out, Handle) else (None, out)
         if keep is not None:
             query["out"] = f"handle:{keep.name}"
-        elif place.given is not None:
+        elif into is None:
+            into = _on_gpu(query, given)
+        place = _Place(tensors.target(into) if into is not None else None)
+        if place.given is not None:
             query.setdefault("out_dtype", place.given.dtype)
         headers = (("content-type", RAW), ("accept", JSON if keep is not None else RAW))
         call = Call(
@@ -158,9 +161,9 @@ class Operations:
         if keep is not None:
             told = json.loads(reply.body)
             return _result(reply, None, _kept(told))
-        if out is not None:
+        if into is not None:
             place.deliver(reply)
-            return _result(reply, out, None)
+            return _result(reply, tensors.as_like(into, given) if out is None else out, None)
         array = place.array if place.array is not None else _late(reply)
         return _result(reply, tensors.as_like(array, given), None)
 
@@ -312,6 +315,14 @@ class Operations:
         """All jobs, page by page."""
         rows = yield from self._pages("/jobs", "jobs", deadline)
         return [Job.of(row) for row in rows]
+
+
+def _on_gpu(query: Mapping[str, str], given: Iterable[Any]) -> Array | None:
+    """Memory for a D that is wanted on a GPU, so that a service on the same GPU writes it there; else None."""
+    told = None if query.get("c", "").startswith("handle:") else result_of(query)
+    if told is None or told[0] not in tensors.DTYPES:
+        return None
+    return tensors.on_gpu_like(given, *told)
 
 
 class _Place:

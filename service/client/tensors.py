@@ -7,6 +7,7 @@ so.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 _DLPACK_CUDA = 2  # kDLCUDA
+#: Types by torch's names for them.
+_OF_TORCH = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+#: Their arrays never change; DLPack as they speak it doesn't tell.
+_IMMUTABLE = ("jax", "jaxlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,22 @@ class Tensor:
 
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor; torch isn't imported to find out."""
-    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+    return _package(value) == "torch" and hasattr(value, "data_ptr")
+
+
+def _package(value: object) -> str:
+    """The package that defines a value's type."""
+    return type(value).__module__.partition(".")[0]
+
+
+def _library(value: Any) -> Any:
+    """What makes arrays like `value`: as the array API standard has it, else (CuPy before 14) its package; or None."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
+        return None
+    if hasattr(value, "__array_namespace__"):
+        return value.__array_namespace__()
+    package = sys.modules.get(_package(value))
+    return package if hasattr(package, "from_dlpack") else None
 
 
 def adopt(value: Any) -> Any:
@@ -104,6 +124,8 @@ def _check_dimensions(dimensions: int, name: str) -> None:
 
 def target(out: Array) -> Tensor:
     """An array that a result is to be written into."""
+    if _package(out) in _IMMUTABLE:
+        raise ValueError("out must be writable; arrays of JAX never change")
     out = adopt(out)
     if _on_gpu(out):
         if not out.is_contiguous():
@@ -133,31 +155,46 @@ def empty(dtype: str, shape: Sequence[int]) -> tuple[np.ndarray[Any, Any], memor
     return array, _bytes(array)
 
 
-def as_like(array: np.ndarray[Any, Any], values: Iterable[Any]) -> Array:
+def on_gpu_like(values: Iterable[Any], dtype: str, shape: Sequence[int]) -> Array | None:
+    """A fresh torch tensor on the GPU where `as_like` wants the result; None where that is host memory."""
+    like = adopt(_like(values))
+    if not _on_gpu(like):
+        return None
+    import torch
+
+    kind = next(getattr(torch, own) for own, name in _OF_TORCH.items() if name == dtype)
+    return torch.empty(tuple(shape), dtype=kind, device=like.device)
+
+
+def as_like(array: Array, values: Iterable[Any]) -> Array:
     """The array as the first of `values` that isn't numpy's is: on its device, by its library (torch, CuPy, JAX, …).
 
-    Without such a value, and where that library can't hold these elements, it is numpy's, or torch's on a GPU.
+    `array` is numpy's, or torch's where it is on the GPU already. Without such a value, and where that library
+    can't hold these elements, it is numpy's, or torch's on a GPU.
     """
-    for value in values:
-        if is_torch(value):
-            return as_torch(array, value)
-        if not isinstance(value, np.ndarray) and hasattr(value, "__array_namespace__"):
-            return _as_foreign(array, value)
-    return array
+    like = _like(values)
+    if like is None:
+        return array
+    adopted = adopt(like)
+    own = as_torch(array, adopted) if is_torch(adopted) and not is_torch(array) else array
+    return own if is_torch(like) else _by_library(own, _library(like))
 
 
-def _as_foreign(array: np.ndarray[Any, Any], like: Any) -> Array:
-    """By the array API standard, which CuPy and JAX follow."""
-    adopted, library = adopt(like), like.__array_namespace__()
-    own = as_torch(array, adopted) if is_torch(adopted) else array
+def _like(values: Iterable[Any]) -> Any:
+    """The first value that isn't numpy's and whose library is known."""
+    return next((value for value in values if is_torch(value) or _library(value) is not None), None)
+
+
+def _by_library(own: Array, library: Any) -> Array:
+    """A numpy or torch array by another library, over the same memory where that library can."""
     try:
         made = library.from_dlpack(own)
     except (BufferError, RuntimeError, TypeError):  # numpy's DLPack has no bfloat16
-        if own is not array:
+        if is_torch(own):
             return own
         made = library.asarray(own)
     # JAX makes fp32 of fp64 unless told otherwise; nothing is to be lost here.
-    return made if made.dtype.itemsize == array.dtype.itemsize else own
+    return made if made.dtype.itemsize == own.dtype.itemsize else own
 
 
 def as_torch(array: np.ndarray[Any, Any], like: Array) -> Array:
@@ -176,11 +213,10 @@ def _on_gpu(value: object) -> bool:
 
 
 def _torch_name(value: Array, name: str) -> str:
-    known = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
     kind = str(value.dtype).removeprefix("torch.")
-    if kind not in known:
-        raise TypeError(f"{name} has dtype {kind}; convert it to one of {', '.join(known)}")
-    return known[kind]
+    if kind not in _OF_TORCH:
+        raise TypeError(f"{name} has dtype {kind}; convert it to one of {', '.join(_OF_TORCH)}")
+    return _OF_TORCH[kind]
 
 
 def _numpy(value: Array, name: str) -> np.ndarray[Any, Any]:

@@ -297,6 +297,15 @@ async def _await(steps: Waiting) -> Any:
         steps.close()
 
 
+async def wait_async(steps: Waiting, deadline: float) -> Any:
+    """`wait`, with the event loop."""
+    try:
+        async with asyncio.timeout_at(_loop_time(deadline)):
+            return await _await(steps)
+    except TimeoutError:
+        raise TimedOut("no reply in the time given for the call", sent=True) from None
+
+
 class _Paths:
     """Which way a call goes: through shared memory where the service is on this machine and the call is worth it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import shutil
 import socket
@@ -637,3 +638,32 @@ def test_submit_repeats_with_the_same_key(serve: Serve) -> None:
         assert client.submit([Step("s", A, B)]).id == "j1"
     keys = {request.headers["idempotency-key"] for request in server.requests}
     assert (len(server.requests), len(keys)) == (3, 1)
+
+
+def public(kind: type) -> dict[str, Any]:
+    """What a class offers, its blocks' methods among it by their common names."""
+    methods = {name: value for name, value in inspect.getmembers(kind) if not name.startswith("_")}
+    prefix = "a" if kind is AsyncClient else ""
+    return methods | {name: getattr(kind, f"__{prefix}{name}__") for name in ("enter", "exit")}
+
+
+@pytest.mark.parametrize("name", sorted(public(Client) | public(AsyncClient)))
+def test_both_clients_offer_the_same(name: str) -> None:
+    blocking, awaited = public(Client)[name], public(AsyncClient)[name]
+    assert inspect.signature(blocking) == inspect.signature(awaited)
+    assert not inspect.iscoroutinefunction(blocking)
+    assert inspect.iscoroutinefunction(awaited) is (name != "empty")  # which waits for nothing
+    if name in ("enter", "exit"):
+        return
+    assert blocking.__doc__
+    # borrow's example alone differs, as its blocks do.
+    assert blocking.__doc__ == awaited.__doc__.replace("async with await", "with")
+
+
+def test_both_clients_are_made_alike() -> None:
+    def parameters(kind: type) -> dict[str, inspect.Parameter]:
+        found = dict(inspect.signature(kind).parameters)
+        del found["transport"]  # of each kind's own
+        return found
+
+    assert parameters(Client) == parameters(AsyncClient)

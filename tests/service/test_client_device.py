@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from service.client import AsyncClient, Client, Handle
+from service.client import AsyncClient, Client, Handle, tensors
 from service.client.device import OnDevice
+from service.client.local import result_of
 from service.client.transport import BestTransport
 from service.client.wire import Call
+from service.formats import Tensor
+from service.model import GemmFields
+from service.plan import plan
 from tests.service.real import Service, running
 
 torch: Any = pytest.importorskip("torch")
@@ -121,6 +128,73 @@ def test_results_are_of_the_operands_library_where_it_can_hold_them(service: Ser
     assert np.array_equal(wide, a @ a.T)
 
 
+def test_a_library_that_does_not_name_itself_is_its_types_package(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ModuleType("elder")
+    package.from_dlpack = lambda value: elder(np.from_dlpack(value))  # type: ignore[attr-defined]
+    elder = type("ndarray", (Other,), {"__module__": "elder.core", "dtype": np.dtype(np.float32)})
+    monkeypatch.setitem(sys.modules, "elder", package)
+    a = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with Client(service.url) as client:
+        made = client.gemm(elder(a), a.T)
+        assert isinstance(made, elder)
+        assert np.array_equal(np.from_dlpack(made), a @ a.T)
+        assert isinstance(client.gemm(Other(a), a.T), np.ndarray), "nothing is known of its library"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("batches", [(), (3,), (1, 3), (3, 1), (1, 1), (0, 1), (None, 4)])
+@pytest.mark.parametrize("c_batch", [None, 1, 3])
+def test_what_a_query_tells_of_d_is_what_the_service_plans(
+    turned: bool, batches: tuple[int | None, ...], c_batch: int | None
+) -> None:
+    shapes = {"a": (4, 2) if turned else (2, 4), "b": (5, 4) if turned else (4, 5)}
+    for (name, shape), batch in zip(shapes.items(), batches, strict=False):
+        shapes[name] = shape if batch is None else (batch, *shape)  # type: ignore[assignment]
+    if c_batch is not None and c_batch in (1, *(one for one in batches if one)):
+        shapes["c"] = (c_batch, 2, 5)  # type: ignore[assignment]
+    fields = {"trans_a": turned, "trans_b": turned, "out_dtype": "fp64" if turned else None}
+    limits: Any = type("Limits", (), {"max_output_bytes": 1 << 20, "max_flops": 1e9})
+    made = plan(GemmFields(**fields), {name: Tensor("fp16", shape) for name, shape in shapes.items()}, limits)
+    query = {f"{name}_shape": "x".join(map(str, shape)) for name, shape in shapes.items()}
+    query |= {name: str(value).lower() for name, value in fields.items() if value is not None}
+    assert result_of({**query, "dtype": "fp16"}) == (made.out.dtype, tuple(made.out.shape))
+    del query["b_shape"]  # as where B is kept by the service
+    assert result_of({**query, "dtype": "fp16"}) is None
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["lent", "http"])
+@pytest.mark.parametrize("wrap", [lambda x: x, Foreign], ids=["torch", "other"])
+def test_d_is_made_on_the_operands_gpu(
+    service: Service, monkeypatch: pytest.MonkeyPatch, local: bool, wrap: Callable[[Any], Any]
+) -> None:
+    """Tensors here stand in for a GPU's: D goes into one that the client made before it asked."""
+    monkeypatch.setattr(tensors, "_on_gpu", tensors.is_torch)
+    monkeypatch.setattr(tensors, "_DLPACK_CUDA", 1)
+    made: list[Any] = []
+    right = tensors.on_gpu_like
+
+    def noted(*arguments: Any) -> Any:
+        made.append(right(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(tensors, "on_gpu_like", noted)
+    a, b = (torch.randint(-4, 5, (SIDE, SIDE), dtype=torch.float32) for _ in range(2))
+    with Client(service.url, local=local) as client:
+        d = client.gemm(wrap(a), wrap(b))
+        assert torch.equal(torch.as_tensor(np.from_dlpack(d)), a @ b)
+        assert np.from_dlpack(d).__array_interface__["data"][0] == made[0].data_ptr()
+        client.put("gpu", wrap(b))
+        assert torch.equal(torch.as_tensor(np.from_dlpack(client.gemm(wrap(a), "gpu"))), a @ b)
+        assert len(made) == 1, "its size is the service's to tell"
+        given = torch.zeros(SIDE, SIDE)
+        assert client.gemm(wrap(a), wrap(b), out=given) is given
+        assert torch.equal(given, a @ b)
+        assert client.gemm(wrap(a), wrap(b), out=Handle("kept")).name == "kept"
+    assert len(made) == 1
+
+
 @pytest.fixture
 def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -211,6 +285,7 @@ def test_stored_tensors_are_borrowed_on_the_gpu(tmp_path: Path) -> None:
             lent.value.zero_()  # harms nobody else
             with client.borrow("w") as other:
                 assert torch.equal(other.value.cpu(), w)
+        asyncio.run(_borrows_in_an_event_loop(one.url, w))
         kept = client.gemm(w.T.contiguous(), "w", out=Handle("d"))
         with client.borrow("d") as lent:
             torch.testing.assert_close(lent.value.float().cpu(), w.float().T @ w.float(), rtol=1e-2, atol=1.0)
@@ -219,3 +294,123 @@ def test_stored_tensors_are_borrowed_on_the_gpu(tmp_path: Path) -> None:
         for _ in range(20):
             client.borrow("w").close()
         print(f"borrowing takes {(time.perf_counter() - began) / 20 * 1e6:.0f} µs; {kept}")
+
+
+async def _borrows_in_an_event_loop(url: str, w: Any) -> None:
+    async with AsyncClient(url) as client:
+        lent = await asyncio.gather(*(client.borrow("w") for _ in range(3)))
+        for one in lent:
+            async with one as borrowed:
+                assert torch.equal(borrowed.value.cpu(), w)
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running(tmp_path_factory.mktemp("gpu"), "--device", "cuda", "--workers", "1") as one:
+        yield one.ready()
+
+
+class Maker(NamedTuple):
+    """A library with arrays on a GPU."""
+
+    kind: type
+    make: Callable[[np.ndarray, str], Any]
+    host: Callable[[Any], np.ndarray]
+    bf16: bool
+    changes: bool
+
+
+def of_torch() -> Maker:
+    return Maker(
+        torch.Tensor,
+        lambda x, dtype: torch.from_numpy(x).to("cuda", getattr(torch, dtype)),
+        lambda x: x.double().cpu().numpy(),
+        bf16=True,
+        changes=True,
+    )
+
+
+def of_cupy() -> Maker:
+    cupy = pytest.importorskip("cupy")
+    return Maker(cupy.ndarray, cupy.asarray, cupy.asnumpy, bf16=False, changes=True)
+
+
+def of_jax() -> Maker:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU here")
+    return Maker(
+        jax.Array,
+        lambda x, dtype: jax.device_put(jax.numpy.asarray(x, dtype), jax.devices("gpu")[0]),
+        lambda x: np.asarray(x, np.float64),
+        bf16=True,
+        changes=False,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("of", [of_torch, of_cupy, of_jax])
+def test_arrays_of_a_gpu_library_in_and_out(
+    gpu: Service, monkeypatch: pytest.MonkeyPatch, of: Callable[[], Maker]
+) -> None:
+    # Read when JAX begins: else it takes most of the GPU's memory for itself.
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    library = of()
+    x, y = (np.random.default_rng(n).integers(-4, 5, (1024, 1024)).astype(np.float32) for n in (1, 2))
+    want = x.astype(np.float64) @ y
+    with Client(gpu.url) as client:
+        for dtype in ("float32", "float16", *(["bfloat16"] if library.bf16 else [])):
+            a, b = library.make(x, dtype), library.make(y, dtype)
+            d = client.gemm(a, b, out_dtype="fp32")
+            assert isinstance(d, library.kind)
+            assert int(d.__dlpack_device__()[0]) == 2  # kDLCUDA
+            np.testing.assert_array_equal(library.host(d), want)
+            assert str(client.gemm(a, b.T).dtype).endswith(dtype)
+        connection = client._transport._near._idle[-1]  # type: ignore[attr-defined]
+        print(f"{of.__name__}: {len(connection._handles)} allocations lent")
+        assert connection._handles or not library.changes, "operands and D were used where they are"
+        assert connection._staging.nbytes <= 1 << 20
+        client.put("of-library", a)
+        kept = client.get("of-library", like=a)
+        assert isinstance(kept, library.kind)
+        np.testing.assert_array_equal(library.host(kept), x)
+        out = library.make(np.full_like(x, np.nan), "float32")
+        if library.changes:
+            assert client.gemm(a, b, out=out) is out
+            np.testing.assert_array_equal(library.host(out), want)
+            # What is queued on it is waited for: operands that are being made, and a D that is being filled.
+            for n in range(2, 6):
+                changed = a
+                for _ in range(20):
+                    changed = changed * 1
+                out[:] = float("nan")
+                client.gemm(changed * n, b, out=out)
+                np.testing.assert_array_equal(library.host(out), n * want)
+        else:
+            with pytest.raises(ValueError, match="writable"):
+                client.gemm(a, b, out=out)
+            assert np.isnan(library.host(out)).all()
+
+    async def run() -> None:
+        async with AsyncClient(gpu.url) as client:
+            for d in await asyncio.gather(*(client.gemm(a, b, out_dtype="fp32") for _ in range(4))):
+                assert isinstance(d, library.kind)
+                np.testing.assert_array_equal(library.host(d), want)
+
+    asyncio.run(run())
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_work_on_a_stream_of_cupys_is_waited_for(gpu: Service) -> None:
+    cupy = pytest.importorskip("cupy")
+    a = cupy.ones((2048, 2048), cupy.float32)
+    with Client(gpu.url) as client, cupy.cuda.Stream(non_blocking=True):
+        for n in range(1, 5):
+            busy = a
+            for _ in range(30):
+                busy = busy @ a / 2048
+            out = cupy.full((2048, 2048), cupy.nan, cupy.float32)
+            client.gemm(busy * n, a, out=out)
+            assert (out == 2048 * n).all()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.client import Client, GemmError, NotFound, Refused
+from service.client import AsyncClient, Borrowed, Client, GemmError, NotFound, Refused
 from service.client.local import LocalConnection, Place, open_session
 from service.client.shared import Arrays
 from service.client.transport import wait
@@ -63,6 +65,93 @@ def test_a_loan_is_a_copy_and_ends_with_its_session(service: Service) -> None:
     service.until(lambda: not lent(service, first).any(), 5, "freed")
     np.testing.assert_array_equal(lent(service, second), X)
     two.close()
+
+
+@pytest.fixture
+def opens(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Loans are opened by way of the worker's memory, as no GPU is here; addresses of those that are open."""
+    opened: list[int] = []
+
+    def open_loan(self: Borrowed, loan: Loan) -> None:
+        self.etag, self.value = loan.etag, lent(service, loan)
+        self._pointer = int.from_bytes(loan.handle, "little")
+        opened.append(self._pointer)
+
+    monkeypatch.setattr(Borrowed, "_open", open_loan)
+    monkeypatch.setattr(Borrowed, "_let_go", lambda self: opened.remove(self._pointer))
+    return opened
+
+
+def test_both_clients_borrow(service: Service, opens: list[int]) -> None:
+    with Client(service.url) as client:
+        with client.borrow("x") as one, client.borrow(client.head("x")) as two:
+            np.testing.assert_array_equal(one.value, X)
+            np.testing.assert_array_equal(two.value, X)
+            assert len(set(opens)) == 2
+        one.close()  # again is no harm
+        assert not opens
+        with pytest.raises(NotFound):
+            client.borrow("nothing")
+
+    async def run() -> None:
+        async with AsyncClient(service.url) as client:
+            borrowed = await asyncio.gather(*(client.borrow("x") for _ in range(3)))
+            assert len(set(opens)) == 3
+            for one in borrowed:
+                async with one as lent_here:
+                    np.testing.assert_array_equal(lent_here.value, X)
+            assert not opens
+            with pytest.raises(NotFound):
+                await client.borrow("nothing")
+        async with AsyncClient(service.url, local=False) as far:
+            with pytest.raises(GemmError, match="on this machine"):
+                await far.borrow("x")
+
+    asyncio.run(run())
+
+
+async def test_who_is_cancelled_borrows_nothing(
+    service: Service, opens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on, right = threading.Event(), threading.Event(), Borrowed._open
+
+    def slowly(self: Borrowed, loan: Loan) -> None:
+        began.set()
+        go_on.wait(10)
+        right(self, loan)
+
+    monkeypatch.setattr(Borrowed, "_open", slowly)
+    closed = asyncio.Event()
+    loop, let_go = asyncio.get_running_loop(), Borrowed._let_go
+
+    def noted(self: Borrowed) -> None:
+        let_go(self)
+        loop.call_soon_threadsafe(closed.set)
+
+    monkeypatch.setattr(Borrowed, "_let_go", noted)
+    async with AsyncClient(service.url) as client:
+        asked = asyncio.ensure_future(client.borrow("x"))
+        await asyncio.to_thread(began.wait, 10)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        go_on.set()
+        async with asyncio.timeout(10):
+            await closed.wait()
+    assert not opens
+
+
+def test_a_loan_that_cannot_be_opened_is_over(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Loan] = []
+
+    def refuse(self: Borrowed, loan: Loan) -> None:
+        seen.append(loan)
+        raise GemmError("no such GPU here")
+
+    monkeypatch.setattr(Borrowed, "_open", refuse)
+    with Client(service.url) as client, pytest.raises(GemmError, match="no such GPU"):
+        client.borrow("x")
+    service.until(lambda: not lent(service, seen[0]).any(), 5, "freed")
 
 
 def test_a_result_that_only_the_device_has_is_lent(service: Service) -> None:
