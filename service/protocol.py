@@ -216,7 +216,7 @@ class GemmProtocol(HttpToolsProtocol):
         if self._muted:
             return
         self._count_header(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        super().on_header(name, value.rstrip(b" \t"))  # the parser drops only what stands before it
 
     def _count_header(self, nbytes: int) -> None:
         if not self._headers.parsed(nbytes):

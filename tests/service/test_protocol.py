@@ -278,6 +278,15 @@ def test_expect_100_continue(sock: socket.socket) -> None:
     assert ended(sock)
 
 
+def test_spaces_around_a_headers_value_are_no_part_of_it(sock: socket.socket) -> None:
+    body = os.urandom(100_000)
+    lines = (b"POST /digest HTTP/1.1", b"Host:x \t", b"Content-Length: \t 100000 ", b"Expect: 100-continue\t")
+    sock.sendall(b"\r\n".join(lines) + b"\r\n\r\n")
+    assert sock.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    sock.sendall(body)
+    assert read_reply(sock)[::2] == (200, sha(body))
+
+
 def test_a_refused_body_is_let_in_so_that_the_refusal_is_read(address: tuple[str, int]) -> None:
     connection = http.client.HTTPConnection(*address, timeout=10)
     connection.request("POST", "/refuse", bytes(50_000_000))
