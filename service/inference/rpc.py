@@ -6,26 +6,23 @@ admit … kernel, reply. Messages arrive whole, so operands are copied once more
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
 from service import logs
 from service.decode import Operands
 from service.errors import ServiceError
-from service.gate import check_peer, translate
 from service.inference import cuda_memory, registration, system_memory
 from service.inference.bind import bind
 from service.inference.compute import compute
-from service.inference.errors import status_of
 from service.inference.models import MODELS, Model
 from service.inference.proto import pb
 from service.inference.request import Inference, parse
+from service.inference.rpc_gate import Door, Watched, admit, status_code
 from service.inference.rpc_messages import (
     cuda_registration,
     infer_document,
@@ -35,33 +32,13 @@ from service.inference.rpc_messages import (
 )
 from service.inference.server import check_ready, server_metadata
 from service.inference.statistics import Times
-from service.keys import ANONYMOUS, Principal
+from service.keys import Principal
 from service.services import Services
 
-SERVICE = "inference.GRPCInferenceService"
 #: The largest message that gRPC's lengths can tell.
 _MOST_BYTES = (1 << 31) - 1
 
-_OPEN = ("ServerLive", "ServerReady")
-_SCOPES = {
-    **dict.fromkeys(("ModelInfer", "ModelStreamInfer"), "gemm"),
-    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), "admin"),
-    **dict.fromkeys(("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"), "admin"),
-    **dict.fromkeys(("CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"), "admin"),
-}
-_STATUS = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    501: grpc.StatusCode.UNIMPLEMENTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-}
-
 Call = Callable[[Any, Principal, Any], Awaitable[Any]]
-_log = logs.Log("rpc")
 
 
 async def serve(
@@ -87,13 +64,6 @@ async def serve(
         raise OSError(f"grpc_port = {port}: can't listen on {host} port {port}") from None
     await server.start()
     return server, bound
-
-
-def status_code(problem: ServiceError) -> Any:
-    """gRPC's code of a refusal."""
-    if problem.code == "deadline":
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-    return _STATUS.get(status_of(problem), grpc.StatusCode.INTERNAL)
 
 
 class Rpc:
@@ -138,7 +108,7 @@ class Rpc:
             request_deserializer=pb.ModelInferRequest.FromString,
             response_serializer=pb.ModelStreamInferResponse.SerializeToString,
         )
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+        return Door(self._services, handlers)
 
     # -- who may, and what became of it ---------------------------------------------------------------------------
 
@@ -146,9 +116,9 @@ class Rpc:
         """The call between the keys and the log."""
 
         async def guarded(request: Any, context: Any) -> Any:
-            async with _Watched(self._services, name, context) as watched:
+            async with Watched(self._services, name, context) as watched:
                 try:
-                    watched.principal = self._admit(name, context, request.ByteSize())
+                    watched.principal = admit(self._services, name, context, request.ByteSize())
                     answer = await call(request, watched.principal, context)
                     self._services.keys.owe(watched.principal, answer.ByteSize())
                     return answer
@@ -157,22 +127,6 @@ class Rpc:
             return await context.abort(status_code(problem), problem.detail)
 
         return guarded
-
-    def _admit(self, name: str, context: Any, nbytes: int = 0) -> Principal:
-        """Who calls; ServiceError where the call may not pass."""
-        keys = self._services.keys
-        if not keys.required:
-            if not self._services.settings.insecure:
-                check_peer(_peer(context.peer()))
-            return ANONYMOUS
-        if name in _OPEN:
-            return Principal("", frozenset())
-        metadata = dict(context.invocation_metadata() or ())
-        principal = keys.check(metadata.get("authorization"))
-        if name in _SCOPES:
-            principal.require(_SCOPES[name])
-        keys.enter(principal, nbytes)
-        return principal
 
     # -- infer ----------------------------------------------------------------------------------------------------
 
@@ -230,9 +184,9 @@ class Rpc:
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Requests one after the other; a refused one is told in its place, and the stream goes on."""
         problem: ServiceError | None = None
-        async with _Watched(self._services, "ModelStreamInfer", context) as watched:
+        async with Watched(self._services, "ModelStreamInfer", context) as watched:
             try:
-                watched.principal = self._admit("ModelStreamInfer", context)
+                watched.principal = admit(self._services, "ModelStreamInfer", context)
             except ServiceError as error:
                 problem = watched.refused(error)
             else:
@@ -242,7 +196,7 @@ class Rpc:
             await context.abort(status_code(problem), problem.detail)
 
     async def _streamed(self, message: Any, principal: Principal, context: Any) -> Any:
-        async with _Watched(self._services, "ModelInfer", context) as watched:
+        async with Watched(self._services, "ModelInfer", context) as watched:
             try:
                 self._services.keys.spend(principal, message.ByteSize())
                 response = await self._infer(message, principal, context)
@@ -332,48 +286,6 @@ class Rpc:
         return pb.CudaSharedMemoryUnregisterResponse()
 
 
-class _Watched:
-    """One call from its begin to its end: its line in the log, its count in the metrics, its key's share."""
-
-    def __init__(self, services: Services, name: str, context: Any) -> None:
-        self._services = services
-        self._name = name
-        self._route = f"grpc/{name}"
-        self._trace = logs.Trace.take(dict(context.invocation_metadata() or ()).get("traceparent"))
-        self._refused: ServiceError | None = None
-        self.principal: Principal | None = None
-
-    async def __aenter__(self) -> _Watched:
-        self._started = time.perf_counter()
-        self._token = logs.bind(logs.new_id(), self._trace)
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        services, seconds = self._services, time.perf_counter() - self._started
-        if self.principal is not None:
-            services.keys.leave(self.principal)
-        left = kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit)
-        code = 499 if left else 200 if self._refused is None else status_of(self._refused)
-        services.metrics.request(self._route, code, seconds)
-        if left or self._refused is not None:
-            services.metrics.reject("client_gone" if self._refused is None else self._refused.code)
-        stages = logs.stages()
-        if services.tracer is not None:
-            attributes = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": self._name}
-            failed = code >= 500
-            services.tracer.request(self._route, self._trace, seconds, stages, attributes, failed=failed)
-        told = {f"{stage}_seconds": round(took, 6) for stage, took in stages.items()}
-        _log.info("request", route=self._route, code=code, seconds=round(seconds, 6), **told)
-        logs.unbind(self._token)
-
-    def refused(self, error: Exception) -> ServiceError:
-        """The call failed: how it is told."""
-        self._refused = translate(error)
-        if self._refused.code == "internal":
-            _log.error("unhandled", exception=error, route=self._route)
-        return self._refused
-
-
 def _in_time(inference: Inference, remaining: float | None) -> Inference:
     """The request with the call's own deadline, where it is the earlier one."""
     if remaining is None or remaining > 1e6:
@@ -383,12 +295,3 @@ def _in_time(inference: Inference, remaining: float | None) -> Inference:
     if fields.deadline_ms is not None and fields.deadline_ms <= late:
         return inference
     return replace(inference, fields=fields.model_copy(update={"deadline_ms": late}))
-
-
-def _peer(text: str) -> tuple[str, int] | None:
-    """The address in `ipv4:127.0.0.1:5000` or `ipv6:[::1]:5000`; None for a Unix socket."""
-    kind, _, rest = text.partition(":")
-    if kind == "unix":
-        return None
-    host, _, port = unquote(rest).rpartition(":")
-    return host.strip("[]"), int(port) if port.isdigit() else 0

@@ -11,6 +11,7 @@ import re
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,36 @@ def test_keys_hold_here_too(tmp_path: Path) -> None:
                 lambda: client.register_system_shared_memory("r", f"{RUN}-r", 64, headers=headers),
                 "PERMISSION_DENIED",
             )
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelUnload"])
+def test_who_may_not_is_refused_before_a_message_comes(tmp_path: Path, method: str) -> None:
+    path = tmp_path / "keys.json"
+    token = keys.add(path, "bob", scopes=["tensors"])[1]
+    release = threading.Event()
+
+    def unsent() -> Iterator[bytes]:
+        release.wait(30)
+        yield b""
+
+    with running(tmp_path / "data", *FLAGS, "--keys-file", str(path)) as service:
+        with grpc.insecure_channel(address(service.ready())) as channel:
+            call = channel.stream_stream(f"/inference.GRPCInferenceService/{method}")
+            try:
+                for metadata, code in (
+                    ((), grpc.StatusCode.UNAUTHENTICATED),
+                    ((("authorization", f"Bearer {token}"),), grpc.StatusCode.PERMISSION_DENIED),
+                ):
+                    with pytest.raises(grpc.RpcError) as caught:
+                        next(call(unsent(), metadata=metadata, timeout=20))
+                    assert caught.value.code() is code
+            finally:
+                release.set()
+            with pytest.raises(grpc.RpcError) as caught:
+                next(channel.stream_stream("/inference.GRPCInferenceService/No")(iter([b""]), timeout=20))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert service.metric("gemm_requests_total", route=f"grpc/{method}", code="401") == 1
+        assert service.metric("gemm_requests_total", route=f"grpc/{method}", code="403") == 1
 
 
 def test_a_taken_port_stops_the_start(spoken: Service, tmp_path: Path) -> None:
