@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from service.formats import Tensor, safetensors
+from service.inference.proto import pb
 from service.query import JSON, RAW, SAFETENSORS
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
@@ -90,6 +91,74 @@ def message(draw: Callable[[Any], Any]) -> tuple[bytes, int]:
         document, tail = draw(documents), draw(st.binary(max_size=64))
     head = json.dumps(document).encode()
     return changed(draw, head + tail), len(head)
+
+
+def call(draw: Callable[[Any], Any]) -> bytes:
+    """A ModelInferRequest of gRPC: a right one, or nearly, changed, or cut short."""
+    asked = pb.ModelInferRequest(id=draw(st.text(max_size=4)))
+    extents = [draw(st.integers(0, 3)) for _ in range(3)]
+    kind = draw(st.sampled_from(["FP16", "BF16", "FP32", "FP64"]))
+    raw = draw(st.booleans())
+    for name, rows, columns in (("A", *extents[:2]), ("B", *extents[1:])):
+        one = asked.inputs.add(name=name, datatype=kind, shape=[rows, columns])
+        if raw:
+            asked.raw_input_contents.append(bytes(Tensor(kind.lower(), (rows, columns)).nbytes))
+        else:
+            one.contents.fp32_contents.extend([1.5] * (rows * columns))
+    for _ in range(draw(st.integers(0, 2))):
+        _change(draw, asked)
+    return changed(draw, asked.SerializeToString())
+
+
+def _change(draw: Callable[[Any], Any], asked: Any) -> None:
+    """One thing of a request is another, or more."""
+    one = draw(st.sampled_from(list(asked.inputs))) if asked.inputs else asked.inputs.add()
+    match draw(st.integers(0, 8)):
+        case 0:
+            one.name = draw(st.sampled_from(["A", "C", "bias", "D", ""]))
+        case 1:
+            one.datatype = draw(st.sampled_from(["FP32", "FP64", "INT8", ""]))
+        case 2:
+            del one.shape[:]
+            one.shape.extend(draw(st.lists(_int64, max_size=9)))
+        case 3:
+            asked.raw_input_contents.append(draw(st.binary(max_size=16)))
+        case 4:
+            del asked.inputs[draw(st.integers(0, len(asked.inputs) - 1)) :]
+        case 5:
+            one.contents.fp64_contents.extend(draw(st.lists(st.floats(), max_size=4)))
+        case 6:
+            output = asked.outputs.add(name=draw(st.sampled_from(["D", "X"])))
+            _parameter(draw, output.parameters)
+        case 7:
+            _parameter(draw, one.parameters)
+        case 8:
+            _parameter(draw, asked.parameters)
+
+
+_int64 = st.integers(0, 4) | st.sampled_from([-1, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63)])
+_names = st.sampled_from(
+    [
+        *("alpha", "beta", "trans_a", "timeout", "priority", "b", "out", "handle", "binary_data"),
+        *("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size", "binary_data_size", "x"),
+    ]
+)
+
+
+def _parameter(draw: Callable[[Any], Any], parameters: Any) -> None:
+    """A parameter of any kind, or of none."""
+    one = parameters[draw(_names)]
+    match draw(st.integers(0, 4)):
+        case 0:
+            one.bool_param = draw(st.booleans())
+        case 1:
+            one.int64_param = draw(_int64)
+        case 2:
+            one.string_param = draw(st.sampled_from(["r", "handle:x", "inline", "NaN", ""]))
+        case 3:
+            one.double_param = draw(st.floats())
+        case 4:
+            one.SetInParent()
 
 
 def changed(draw: Callable[[Any], Any], content: bytes) -> bytes:

@@ -1,10 +1,10 @@
 """Hostile bytes for what parses them: receives seconds, writes benchmarks/results/<machine>/fuzz.json.
 
-Targets: bodies of /gemm (JSON, safetensors, raw) and of inference requests (JSON, binary, compressed, raw),
-headers and contents of safetensors and .npy files, arguments of shared memory, and packets of the local
-socket. Each example must end as a request or as a refusal that names its fault, never as another exception, and
-leave no slot and no descriptor behind. A counterexample is shrunk by hypothesis, and ends the run with status 1.
-Processes share the time: each goes through all targets, with examples of its own.
+Targets: bodies of /gemm (JSON, safetensors, raw) and of inference requests (JSON, binary, compressed, raw, and
+gRPC's messages), headers and contents of safetensors and .npy files, arguments of shared memory, and packets of
+the local socket. Each example must end as a request or as a refusal that names its fault, never as another
+exception, and leave no slot and no descriptor behind. A counterexample is shrunk by hypothesis, and ends the run
+with status 1. Processes share the time: each goes through all targets, with examples of its own.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks import record
-from benchmarks.bodies import anything, changed, gemm_body, message, shapes, upload_body, whole
+from benchmarks.bodies import anything, call, changed, gemm_body, message, shapes, upload_body, whole
 from service import regions as lent
 from service.arena import Arena, Slots
 from service.decode import Operands, decode
 from service.errors import ServiceError
 from service.formats import npy, safetensors
+from service.inference import rpc
 from service.inference.decode import decode as inference_decode
 from service.inference.models import MODELS
+from service.inference.proto import pb
 from service.inference.regions import Regions
 from service.inference.registration import register
 from service.inference.request import Place
@@ -184,6 +187,26 @@ class Stage:
             transfer = transfer_of(body, headers, query)
             _, request = await inference_decode(transfer, operands, self.regions, model)
             for bound in (request.a, request.b, request.out):
+                assert len(bound.view()) == bound.operand.nbytes
+        finally:
+            operands.release()
+
+    def inference_call(self, data: st.DataObject) -> None:
+        """Messages of gRPC that its library takes."""
+        try:
+            message = pb.ModelInferRequest.FromString(call(data.draw))
+        except DecodeError:
+            return
+        model = data.draw(st.sampled_from(list(MODELS.values())))
+        with refusals():
+            self.runner.run(self._called(message, model))
+        self.check()
+
+    async def _called(self, message: Any, model: Any) -> None:
+        operands = Operands(self.services, self.owner.owner, 0.0)
+        try:
+            _, request = await rpc.decode(message, operands, self.regions, model)
+            for bound in (*request.held, request.out):
                 assert len(bound.view()) == bound.operand.nbytes
         finally:
             operands.release()
@@ -349,6 +372,7 @@ class Stage:
             self.gemm_body,
             self.upload_body,
             self.inference_body,
+            self.inference_call,
             self.safetensors_header,
             self.npy_header,
             self.shared_memory,

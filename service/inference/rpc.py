@@ -14,13 +14,14 @@ from typing import Any
 import grpc
 
 from service import logs
-from service.decode import Operands
+from service.decode import GemmRequest, Operands
 from service.errors import ServiceError
 from service.inference import cuda_memory, registration, system_memory
 from service.inference.bind import bind
 from service.inference.compute import compute
 from service.inference.models import MODELS, Model
 from service.inference.proto import pb
+from service.inference.regions import Regions
 from service.inference.request import Inference, parse
 from service.inference.rpc_gate import Door, Watched, admit, status_code
 from service.inference.rpc_messages import (
@@ -146,15 +147,9 @@ class Rpc:
     ) -> tuple[Any, Times]:
         started = time.perf_counter()
         operands = Operands(self._services, principal.owner, time.monotonic())
-        raw: list[bytes] = list(message.raw_input_contents)
-
-        async def read(views: list[memoryview]) -> None:
-            for view, content in zip(views, raw, strict=True):
-                view[:] = content
-
         try:
-            inference = _in_time(parse(infer_document(message), model), context.time_remaining())
-            request = await bind(operands, inference, self._state.regions, read)
+            remaining = context.time_remaining()
+            inference, request = await decode(message, operands, self._state.regions, model, remaining)
         except BaseException:
             operands.release()
             raise
@@ -284,6 +279,20 @@ class Rpc:
     async def _cuda_unregister(self, message: Any, principal: Principal, context: Any) -> Any:
         await self._state.regions.unregister(principal.owner, cuda_memory.KIND, message.name)
         return pb.CudaSharedMemoryUnregisterResponse()
+
+
+async def decode(
+    message: Any, operands: Operands, regions: Regions, model: Model, remaining: float | None = None
+) -> tuple[Inference, GemmRequest]:
+    """Check a ModelInferRequest that has `remaining` seconds. What it holds is in `operands`, as over HTTP."""
+    raw: list[bytes] = list(message.raw_input_contents)
+
+    async def read(views: list[memoryview]) -> None:
+        for view, content in zip(views, raw, strict=True):
+            view[:] = content
+
+    inference = _in_time(parse(infer_document(message), model), remaining)
+    return inference, await bind(operands, inference, regions, read)
 
 
 def _in_time(inference: Inference, remaining: float | None) -> Inference:

@@ -20,6 +20,7 @@ NAMES = (
     "gemm_body",
     "upload_body",
     "inference_body",
+    "inference_call",
     "safetensors_header",
     "npy_header",
     "shared_memory",

@@ -1,7 +1,4 @@
-"""/v2 over gRPC, as unmodified tritonclient[grpc] speaks it, against a real service.
-
-The service's own messages are never imported here: two descriptions of one protocol don't fit in one process.
-"""
+"""/v2 over gRPC, as unmodified tritonclient[grpc] speaks it, against a real service."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import asyncio
 import queue
 import re
 import secrets
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +23,8 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from service import keys
-from tests.service.real import ROOT, Service, running
+from service.inference.proto import pb
+from tests.service.real import Service, running
 
 RUN = f"gemmtest-{secrets.token_hex(6)}"
 FLAGS = ("--grpc-port", "0", "--shared-memory", "--shared-memory-keys", f"{RUN}-*", "--log-level", "warning")
@@ -342,12 +338,8 @@ def test_a_taken_port_stops_the_start(spoken: Service, tmp_path: Path) -> None:
 
 def test_our_messages_are_the_protocols() -> None:
     """Every field of ours has the client's number, type and label."""
-    code = (
-        "import sys; from service.inference.proto import pb;"
-        "sys.stdout.buffer.write(pb.DESCRIPTOR.serialized_pb)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
-    ours = descriptor_pb2.FileDescriptorProto.FromString(run.stdout)
+    ours = descriptor_pb2.FileDescriptorProto()
+    pb.DESCRIPTOR.CopyToProto(ours)
     theirs: dict[str, Any] = {}
     for module in (service_pb2, model_config_pb2):
         known = descriptor_pb2.FileDescriptorProto()
