@@ -403,6 +403,8 @@ class Reached(NamedTuple):
     target: str
     examples: int
     seconds: float
+    #: Of a core; fewer where others use the machine too.
+    core_seconds: float
 
 
 def work(number: int, processes: int, seconds: float) -> list[Reached]:
@@ -411,11 +413,12 @@ def work(number: int, processes: int, seconds: float) -> list[Reached]:
     reached = []
     try:
         for target in stage.targets:
-            began, rounds = time.monotonic(), 0
+            began, spent, rounds = time.monotonic(), time.process_time(), 0
             while time.monotonic() - began < seconds / len(stage.targets):
                 fuzz(target, EXAMPLES, rounds * processes + number)
                 rounds += 1
-            reached.append(Reached(target.__name__, rounds * EXAMPLES, time.monotonic() - began))
+            took = time.monotonic() - began, time.process_time() - spent
+            reached.append(Reached(target.__name__, rounds * EXAMPLES, *took))
     finally:
         stage.close()
     return reached
@@ -440,9 +443,8 @@ def main() -> int:
         own = [one for one in reached if one.target == name]
         examples, seconds = sum(one.examples for one in own), sum(one.seconds for one in own)
         detail = f"{examples} examples in {seconds:.0f} s of {len(own)} processes together"
-        rows.append(
-            {"name": name, "outcome": "ok", "detail": detail, "examples": examples, "seconds": seconds}
-        )
+        row = {"name": name, "outcome": "ok", "detail": detail, "examples": examples, "seconds": seconds}
+        rows.append({**row, "core_seconds": sum(one.core_seconds for one in own)})
         print(f"{name}: {detail}")
     details = record.cpu_machine()
     print(record.write(arguments.machine, "fuzz", rows, details=details, packages=("hypothesis", "numpy")))
