@@ -105,7 +105,7 @@ class Borrowed:
         await asyncio.shield(asyncio.to_thread(self.close))
 
 
-def _close_unwanted(opening: asyncio.Future[Borrowed]) -> None:
+def _close_unwanted(opening: asyncio.Task[Any]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
 
