@@ -125,14 +125,14 @@ class Now:
         """All that the page's first view shows."""
         supervisor = services.supervisor
         workers = supervisor.status()
-        reports = supervisor.reports
+        reports = supervisor.tally.reports
         return {
             "at": time.time(),
             "status": "ready" if supervisor.ready else "draining" if supervisor.draining else "not ready",
             **rates(self.sample(services.metrics, at)),
             "queue": {"depth": supervisor.queue.depth, "seconds": supervisor.queue.seconds},
             "tensor": [tensor(worker, reports.get(worker["index"])) for worker in workers],
-            "flops_ratio": supervisor.ratio.read(at),
+            "flops_ratio": supervisor.tally.ratio.read(at),
             "quarantined": {n: why for report in reports.values() for n, why in report.quarantined.items()},
             "workers": workers,
             "arena": {**services.slots.bytes_by_state, "free": services.slots.free},

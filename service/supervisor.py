@@ -12,60 +12,39 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from service.admit import Bounds, Estimate, Rates, admit
+from service.admit import Bounds, Rates, admit
 from service.arena import Arena
 from service.awake import WakefulLoop, cores, seconds_for
 from service.batch import Limits, Queue, Work
+from service.dispatch import Dispatcher
 from service.errors import ServiceError
 from service.gpus import places
-from service.handle import SLOWEST_BYTES_PER_SECOND, Flight, Handle, State, Times
+from service.handle import Flight, Handle, State, Times
 from service.kept import Kept
-from service.messages import Batch, BatchDone, ItemDone, Operand, Ready, Report
-from service.metrics import STAGES, Metrics
-from service.place import Seat, Why, place, stored
-from service.ratio import FlopsRatio, ideal_seconds, peaks
+from service.messages import BatchDone, ItemDone, Operand, Ready, Report
+from service.metrics import Metrics
+from service.outcome import Outcome
+from service.place import stored
 from service.regions import Regions
+from service.tally import Tally
 from service.team import VARIANT, Team, together, too_large, why_not
 
 log = logging.getLogger("gemm.supervisor")
 
-#: What the link may take at worst while both sides run.
-LINK_SECONDS = 0.002
-
 #: A worker that died with it may have died of it: run it once more, then give up.
 RETRIES = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a GEMM went: what ran and why, seconds waited, in the batch's stages and in admit, and the batch's size."""
-
-    variant: str
-    reason: str
-    why: str
-    queue_seconds: float
-    compute_seconds: float
-    batched: int
-    seconds: Mapping[str, float]
-
-    def stages(self, spent: float) -> dict[str, float]:
-        """The `spent` seconds of one who submitted it, by stage word in their order: for the log and for traces."""
-        told = {**self.seconds, "link": max(0.0, spent - sum(self.seconds.values()))}
-        return {stage: told[stage] for stage in STAGES if stage in told}
 
 
 @dataclass(slots=True)
 class _Waiting:
     future: asyncio.Future[Outcome]
     admit_seconds: float
-    sent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +72,20 @@ class Supervisor:
         self.options = options
         self.metrics = metrics
         self.queue = Queue(options.limits)
-        self.estimate = Estimate()
+        self.tally = Tally(metrics)
         self.draining = False
         #: Called with each batch's works and how it went, for whoever shows it.
         self.watchers: list[Callable[[tuple[Work, ...], BatchDone], None]] = []
-        self.reports: dict[int, Report] = {}
         self.regions = Regions(most=0, share=0) if regions is None else regions
         self.regions.on_gone = self._unmap
         self._ids = itertools.count(1)
-        self._batches = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = False
         self._orphaned = 0.0
         self._rates = Rates()
         spots = places(options.workers, os.environ)
         awake = seconds_for(len(spots), cores()) if options.awake is None else options.awake
         self._awake = WakefulLoop(awake)
-        self.ratio = FlopsRatio()
         self._idle = asyncio.Event()
         self._idle.set()
         self.kept = Kept(lambda worker, operand: self.handles[worker].fetch(operand))
@@ -130,6 +104,15 @@ class Supervisor:
             )
             for index, spot in enumerate(spots)
         ]
+        self.dispatcher = Dispatcher(
+            self.queue,
+            self.handles,
+            self.kept,
+            metrics,
+            self._awake,
+            ahead=options.ahead,
+            hang=options.times.hang,
+        )
         self.team = Team(
             arena, self.regions, [handle.place for handle in self.handles], options.arguments, options.times
         )
@@ -138,13 +121,8 @@ class Supervisor:
             "gemm_queue_seconds", "Estimated seconds of the work that waits.", lambda: self.queue.seconds
         )
         metrics.live(
-            "gemm_flops_ratio",
-            "FLOPs asked for over those that the datasheet's peak allows: an estimate, not a reading.",
-            lambda: self.ratio.read(time.monotonic()),
-            "gpu",
-            peak="datasheet",
+            "gemm_workers_ready", "Workers that take work.", lambda: float(len(self.dispatcher.ready()))
         )
-        metrics.live("gemm_workers_ready", "Workers that take work.", lambda: float(len(self._ready())))
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +134,7 @@ class Supervisor:
     @property
     def ready(self) -> bool:
         """Whether new work is taken and some worker can do it."""
-        return not self.draining and bool(self._ready())
+        return not self.draining and bool(self.dispatcher.ready())
 
     def status(self) -> list[dict[str, Any]]:
         """Each worker's state, for pages and health."""
@@ -173,7 +151,7 @@ class Supervisor:
 
     def gpus(self) -> tuple[str, ...]:
         """UUIDs of the GPUs that take work."""
-        devices = [handle.ready.device for handle in self._ready() if handle.ready is not None]
+        devices = [handle.ready.device for handle in self.dispatcher.ready() if handle.ready is not None]
         return tuple(
             device["uuid"] for device in devices if device["arch"] != "cpu" and not device["virtual"]
         )
@@ -226,11 +204,7 @@ class Supervisor:
         waiting = _Waiting(asyncio.get_running_loop().create_future(), admitting)
         self._waiting[work.id] = waiting
         self._idle.clear()
-        self.queue.put(work)
-        if work.stack_key is None:  # has nothing to gain by waiting for company
-            self._dispatch()
-        else:
-            self._dispatch_soon()
+        self.dispatcher.put(work)
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -257,7 +231,7 @@ class Supervisor:
         else:
             work.arrived = time.monotonic()
             if not work.seconds:
-                work.seconds = self.estimate.seconds(work.flops, work.nbytes)
+                work.seconds = self.tally.estimate.seconds(work.flops, work.nbytes)
             return work.arrived - began
         finally:
             self.metrics.took("admit", time.monotonic() - began, work.trace)
@@ -287,9 +261,7 @@ class Supervisor:
 
         done = together(await self.team.submit(work, begin))
         (item,) = done.items
-        self._count(done, work.trace)
-        self._compare([work], self.handles, time.monotonic())
-        self.metrics.choice(item.variant, item.reason)
+        self.tally.count(self.handles, [work], done, time.monotonic())
         for watcher in self.watchers:
             watcher((work,), done)
         seconds = sum(done.seconds.values())
@@ -305,145 +277,28 @@ class Supervisor:
                 "no_worker", self.handles[0].detail or "no worker can be started", retry_after=30.0
             )
 
-    def _dispatch_soon(self) -> None:
-        """Dispatch once all requests that this turn of the loop has read are in the queue, so that they can stack.
-
-        They are tasks that run in the next turn, some of them after what is called soon now: hence two turns.
-        """
-        if not self._due:
-            self._due = True
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._dispatch_due)
-
-    def _dispatch_due(self) -> None:
-        self._due = False
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        """Give batches to workers that have room for one."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        while self.queue.depth:
-            open_ones = [h for h in self._ready() if self._has_room(h)]
-            head = self.queue.first(partial(self._fits, open_ones)) if open_ones else None
-            if head is None:
-                head = self.queue.head
-                assert head is not None
-                open_ones = [h for h in self._ready() if self._has_room_for_one_more(h, head)]
-                if not open_ones or not self._fits(open_ones, head):
-                    return
-            now = time.monotonic()
-            wait = self.queue.wait(now)
-            if wait > 0:
-                self._timer = asyncio.get_running_loop().call_later(wait, self._dispatch)
-                return
-            handle, why = self._seat(head, open_ones)
-            assert handle.ready is not None
-            fits = partial(self._fits, [handle])
-            taken = self.queue.take(head, stacking=handle.ready.stacking, fits=fits)
-            if taken is not None:
-                self._launch(handle, taken.works, stacked=taken.stacked, now=now)
-            self.metrics.placed(handle.index, why)
-
-    def _fits(self, handles: Sequence[Handle], work: Work) -> bool:
-        """Whether one of the workers has what only a device has of the work's operands."""
-        homes = self.kept.homes(stored(work))
-        return not homes or any(homes == {handle.index} for handle in handles)
-
-    def _seat(self, work: Work, open_ones: list[Handle]) -> tuple[Handle, Why]:
-        """Where it runs: where its operands are, if they are nowhere else, or at the cheapest place."""
-        homes = self.kept.homes(stored(work))
-        if homes:
-            return self.handles[homes.pop()], Why.RESIDENT
-        index, why = place(work, [Seat(h.index, h.queued_seconds, h.residency) for h in open_ones])
-        return self.handles[index], why
-
-    def _has_room(self, handle: Handle) -> bool:
-        """Whether a batch sent now would do any good.
-
-        Work sent ahead can no longer be stacked with what comes. It hides the link's latency, and on a GPU the
-        copies; a CPU that has work for longer than the link takes is sent nothing more.
-        """
-        if len(handle.flights) >= self.options.ahead:
-            return False
-        return handle.residency is not None or handle.queued_seconds < LINK_SECONDS
-
-    def _has_room_for_one_more(self, handle: Handle, work: Work) -> bool:
-        """Whether a GPU that has its batches takes another, whose head is this work.
-
-        One that nothing could be stacked with has nothing to wait for in the queue, and a GPU whose first batch
-        ends still has two while the clients who are answered ask again.
-        """
-        if handle.residency is None or not self.queue.is_long(work):
-            return False
-        seconds = self.options.ahead * self.options.limits.group_seconds
-        return len(handle.flights) == self.options.ahead and handle.queued_seconds + work.seconds <= seconds
-
-    def _launch(self, handle: Handle, works: tuple[Work, ...], *, stacked: bool, now: float) -> None:
-        batch = Batch(
-            next(self._batches),
-            tuple(self.kept.placed(work.item()) for work in works),
-            stacked,
-            any(work.retries for work in works),
-        )
-        # A batch behind others waits for them too; a hang is far beyond any estimate.
-        estimated = handle.queued_seconds + sum(work.seconds for work in works)
-        moving = sum(work.nbytes for work in works) / SLOWEST_BYTES_PER_SECOND
-        handle.send(Flight(batch, works, now, now + self.options.times.hang + 20 * estimated + moving))
-        # What is counted is counted while the worker has it.
-        for work in works:
-            waiting = self._waiting.get(work.id)
-            if waiting is not None:
-                waiting.sent = now
-            self.metrics.waited(now - work.arrived, work.trace)
-        self.metrics.batch_requests.observe(len(works))
-        if handle.residency is not None:
-            self._awake.began()
-
     # -- news of workers ----------------------------------------------------------------------------------------
 
     def _on_ready(self, handle: Handle, ready: Ready) -> None:
-        device = ready.device
-        peak = max(device.get("peak_flops", {}).values(), default=1e11)
-        self.estimate = Estimate(peak, device.get("bandwidth", 1e10))
-        self.ratio.known(str(handle.index), bool(peaks(device)))
-        self.metrics.build_info.clear()
-        self.metrics.build_info.labels(
-            ready.versions.get("service", ""), device["name"], ready.versions.get("backend", "")
-        ).set(1)
-        log.info("worker %d (pid %d) is ready on %s", handle.index, ready.pid, device["name"])
-        self._dispatch()
+        self.tally.ready(handle, ready)
+        log.info("worker %d (pid %d) is ready on %s", handle.index, ready.pid, ready.device["name"])
+        self.dispatcher.run()
 
     def _on_done(self, handle: Handle, flight: Flight, done: BatchDone) -> None:
         now = time.monotonic()
         for work, item in zip(flight.works, done.items, strict=True):
             if item.kept:
                 self._keep(handle, work)
-            self._settle(work, item, done, len(flight.works))
+            self._settle(work, item, flight, done)
         # At once: those who were woken now write replies, and the worker has no need to wait for that.
-        self._dispatch()
+        self.dispatcher.run()
         if handle.residency is not None:
             self._awake.ended(busy=any(each.flights for each in self.handles))
         # Whoever was woken goes on before this is counted, as the loop has it.
         asyncio.get_running_loop().call_soon(self._ended, handle, flight, done, now)
 
     def _ended(self, handle: Handle, flight: Flight, done: BatchDone, now: float) -> None:
-        """Count a batch that came back at `now`."""
-        spent = now - flight.sent
-        stages = sum(done.seconds.values())
-        trace = flight.works[0].trace
-        self._count(done, trace)
-        if done.host:
-            self.metrics.took("worker", done.host, trace)
-        self.metrics.took("link", max(0.0, spent - stages - done.host), trace)
-        right = [work for work, item in zip(flight.works, done.items, strict=True) if not item.code]
-        self._compare(right, [handle], now)
-        if done.flops:
-            self.estimate.learn(sum(done.flops.values()), sum(w.nbytes for w in flight.works), stages)
-        for item in done.items:
-            if not item.code:
-                self.metrics.choice(item.variant, item.reason)
+        self.tally.done(handle, flight, done, now)
         for watcher in self.watchers:
             watcher(flight.works, done)
 
@@ -457,21 +312,7 @@ class Supervisor:
         if handle.residency is not None:
             handle.residency.note(work.out)
 
-    def _count(self, done: BatchDone, trace: str) -> None:
-        for stage, seconds in done.seconds.items():
-            self.metrics.took(stage, seconds, trace)
-        for variant, flops in done.flops.items():
-            self.metrics.flops.labels(variant).inc(flops)
-        for variant, busy in done.busy.items():
-            self.metrics.kernel_busy.labels(variant).inc(busy)
-
-    def _compare(self, works: Sequence[Work], handles: Sequence[Handle], now: float) -> None:
-        """Hold what `handles` computed in equal shares against their datasheets."""
-        for handle in handles:
-            if handle.ready is not None and (peak := peaks(handle.ready.device)):
-                self.ratio.ended(str(handle.index), now, ideal_seconds(works, peak) / len(handles))
-
-    def _settle(self, work: Work, item: ItemDone, done: BatchDone, batched: int) -> None:
+    def _settle(self, work: Work, item: ItemDone, flight: Flight, done: BatchDone) -> None:
         if item.code:
             named = item.code == "unsupported" and work.params.variant != "auto"
             refusal = ServiceError(item.code, item.detail, field="variant" if named else None)
@@ -480,11 +321,11 @@ class Supervisor:
             return
         waiting = self._waiting.get(work.id)
         if waiting is not None and not waiting.future.done():
-            queued = waiting.sent - work.arrived
+            queued = flight.sent - work.arrived
             stages = {"admit": waiting.admit_seconds, "batch": queued, **done.seconds}
             if done.host:
                 stages["worker"] = done.host
-            spent = sum(done.seconds.values())
+            spent, batched = sum(done.seconds.values()), len(flight.works)
             outcome = Outcome(item.variant, item.reason, item.why, queued, spent, batched, stages)
             waiting.future.set_result(outcome)
         self._finish(work)
@@ -509,35 +350,23 @@ class Supervisor:
             else:
                 text = f"two workers ended while they had this request (the last: {reason})"
                 self._fail(work, ServiceError("no_worker", text, retry_after=1.0))
-        self._dispatch()
+        self.dispatcher.run()
 
     def _on_report(self, handle: Handle, report: Report) -> None:
-        self.reports[handle.index] = report
-        merged = {name: why for each in self.reports.values() for name, why in each.quarantined.items()}
-        self.metrics.quarantine(merged)
-        gpu = str(handle.index)
-        self.metrics.probe_up.labels(gpu).set(report.tensor_active is not None)
-        if report.tensor_active is None:
-            self.metrics.unread(gpu)
-        else:
-            self.metrics.active(gpu, report.tensor_source, report.tensor_active)
-        for state, nbytes in report.device_bytes.items():
-            self.metrics.device_bytes.labels(gpu, state).set(nbytes)
-        if report.sm_clock_mhz is not None:
-            self.metrics.sm_clock.labels(gpu).set(report.sm_clock_mhz * 1e6)
+        self.tally.report(handle.index, report)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     async def ask(self, what: str, args: dict[str, Any] | None = None, timeout: float = 30.0) -> Any:
         """Ask a worker's kernels side: "variants", "choose", "predict", "trace"."""
-        ready = self._ready()
+        ready = self.dispatcher.ready()
         if not ready:
             raise ServiceError("no_worker", "no worker is ready", retry_after=1.0)
         return await ready[0].ask(what, args or {}, timeout)
 
     async def tell_all(self, what: str, args: dict[str, Any], timeout: float = 30.0) -> None:
         """Ask every worker that is ready what has no answer; who can't is left."""
-        asked = (handle.ask(what, args, timeout) for handle in self._ready())
+        asked = (handle.ask(what, args, timeout) for handle in self.dispatcher.ready())
         await asyncio.gather(*asked, return_exceptions=True)
 
     async def lend(self, operand: Operand) -> tuple[Handle, dict[str, Any]]:
@@ -545,7 +374,7 @@ class Supervisor:
 
         ServiceError not_implemented where no GPU computes, no_room.
         """
-        able = [handle for handle in self._ready() if handle.residency is not None]
+        able = [handle for handle in self.dispatcher.ready() if handle.residency is not None]
         if not able:
             raise ServiceError("not_implemented", "no GPU computes here")
         near = [handle for handle in able if operand.tensor in (handle.residency or ())]
@@ -575,9 +404,6 @@ class Supervisor:
 
     # -- inner --------------------------------------------------------------------------------------------------
 
-    def _ready(self) -> list[Handle]:
-        return [handle for handle in self.handles if handle.state is State.READY]
-
     def _fail(self, work: Work, error: ServiceError) -> None:
         waiting = self._waiting.get(work.id)
         if waiting is not None and not waiting.future.done():
@@ -599,7 +425,7 @@ class Supervisor:
                 late = ServiceError("deadline", "the deadline passed in the queue", field="deadline_ms")
                 late.stage = "batch"
                 self._fail(work, late)
-            if self._ready():
+            if self.dispatcher.ready():
                 self._orphaned = now
             else:
                 down = all(handle.state is State.DOWN for handle in self.handles)

@@ -12,9 +12,9 @@ from service.errors import ServiceError
 from service.inference.regions import Use
 from service.inference.request import Inference
 from service.keys import Principal
+from service.outcome import Outcome
 from service.routes.gemm import keep, work_of
 from service.services import Services
-from service.supervisor import Outcome
 
 Submit = Callable[[Work], Awaitable[Outcome]]
 

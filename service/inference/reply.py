@@ -15,8 +15,8 @@ from service.inference.decode import HEADER
 from service.inference.encoding import compressed, reply_encoding
 from service.inference.models import DATATYPE_OF, OUTPUT, VERSION
 from service.inference.request import Inference
+from service.outcome import Outcome
 from service.reply import elements, outcome_headers
-from service.supervisor import Outcome
 from service.transfer import CHUNK, Transfer
 
 

@@ -17,7 +17,7 @@ from service.inference.models import DATATYPES
 from service.inference.proto import pb
 from service.inference.reply import document_of
 from service.inference.request import Inference
-from service.supervisor import Outcome
+from service.outcome import Outcome
 
 #: Where typed contents of a datatype are; the 16-bit types come as bytes only.
 _CONTENTS = {"FP32": "fp32_contents", "FP64": "fp64_contents"}

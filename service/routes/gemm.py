@@ -16,10 +16,10 @@ from service.decode import GemmRequest, decode
 from service.errors import ServiceError, at_stage
 from service.keys import Principal
 from service.model import GemmBody, GemmQuery
+from service.outcome import Outcome
 from service.routes.plain import PlainRoute, plain
 from service.services import Services
 from service.store import Entry
-from service.supervisor import Outcome
 from service.transfer import ClientGone, Transfer
 
 router = APIRouter(route_class=PlainRoute, tags=["gemm"])

@@ -16,8 +16,8 @@ from service.batch import Work
 from service.errors import ServiceError
 from service.jobs import Jobs
 from service.messages import Operand
+from service.outcome import Outcome
 from service.store import TensorStore
-from service.supervisor import Outcome
 from tests.service.storing import Clock, Settings, open_store
 
 DTYPES = {"fp32": np.float32, "fp64": np.float64, "fp16": np.float16}

@@ -18,9 +18,10 @@ from service.arena import Arena, Slots
 from service.batch import Limits, Work
 from service.errors import ServiceError
 from service.handle import State, Times
-from service.messages import Operand, Params, Report
+from service.messages import Operand, Params
 from service.metrics import Metrics
-from service.supervisor import Options, Outcome, Supervisor
+from service.outcome import Outcome
+from service.supervisor import Options, Supervisor
 
 OPTIONS = Options(
     Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=8.0), ("--backend", "numpy"), patience=20
@@ -222,27 +223,6 @@ async def test_two_workers_share_the_work_and_one_that_dies_takes_only_itself_ou
     assert 'worker="1"' in text
     await bench.supervisor.drain(10)
     bench.arena.close()
-
-
-async def test_what_a_worker_reports_of_its_device_is_measured() -> None:
-    bench = Bench()
-    bench.supervisor._on_report(
-        bench.supervisor.handles[0], Report({"cached": 7, "only": 2}, sm_clock_mhz=1440.0)
-    )
-    text = bench.metrics.exposition()[0].decode()
-    assert 'gemm_device_bytes{gpu="0",state="cached"} 7.0' in text
-    assert 'gemm_device_bytes{gpu="0",state="only"} 2.0' in text
-    assert 'gemm_sm_clock_hertz{gpu="0"} 1.44e+09' in text
-    bench.arena.close()
-
-
-def test_an_outcome_tells_its_time_by_stage_word() -> None:
-    seconds = {"admit": 0.01, "batch": 0.25, "copy_in": 0.1, "kernel": 0.4}
-    outcome = Outcome("reference-numpy", "only", "why", 0.25, 0.5, 1, seconds)
-    told = outcome.stages(1.0)
-    assert told == {"admit": 0.01, "batch": 0.25, "link": pytest.approx(0.24), "copy_in": 0.1, "kernel": 0.4}
-    assert list(told) == ["admit", "batch", "link", "copy_in", "kernel"]
-    assert outcome.stages(0.7)["link"] == 0  # a stack's seconds are those of the batch
 
 
 async def test_what_can_stack_and_arrives_in_one_turn_of_the_loop_is_one_batch(bench: Bench) -> None:
