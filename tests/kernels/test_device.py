@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kernels import device
 from kernels.device import B200, H200, describe_cpu, describe_cuda, virtual
 
 
-def test_cpu_is_described_quickly_and_plausibly() -> None:
+def test_cpu_is_described_plausibly() -> None:
     describe_cpu.cache_clear()
-    start = time.perf_counter()
     cpu = describe_cpu()
-    assert time.perf_counter() - start < 3
     assert cpu.arch == "cpu"
     assert cpu.name
     assert cpu.sms >= 1

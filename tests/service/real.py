@@ -20,6 +20,8 @@ import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Flags for a worker that a test lets stand still.
+PATIENT = ("--hang-seconds", "600", "--ping-seconds", "60")
 _URL = re.compile(r"(https?://127\.0\.0\.1:\d+)")
 
 
@@ -81,7 +83,7 @@ class Service:
         """All that it printed."""
         return "".join(self.lines)
 
-    def until(self, true: Callable[[], Any], seconds: float = 20, what: str = "") -> Any:
+    def until(self, true: Callable[[], Any], seconds: float = 60, what: str = "") -> Any:
         """Wait until `true()` is; its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -110,6 +112,25 @@ class Service:
     def worker(self) -> psutil.Process:
         """The one worker."""
         return self.until(self.workers, what="a worker process")[0]
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[psutil.Process]:
+        """The one worker stands still for the length of a block, so that its queue does too, however fast it is.
+
+        Start the service with PATIENT, or the watchdog takes it for hung.
+        """
+        worker = self.worker()
+        worker.suspend()
+        try:
+            yield worker
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.resume()
+
+    def admitted(self, count: int) -> None:
+        """Wait until `count` requests were admitted."""
+        name, stage = "gemm_stage_seconds_count", "admit"
+        self.until(lambda: self.metric(name, stage=stage) >= count, 60, what=f"{count} admitted")
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics; 0 where it is absent."""

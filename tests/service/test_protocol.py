@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,18 @@ from service.errors import ServiceError
 from service.transfer import ClientGone, Transfer
 from tests.service.servers import serving
 
+#: Nobody is cut off because this computer is busy.
 LIMITS = Limits(
     header_bytes=4096,
+    header_seconds=60,
+    body_bytes_per_second=20,
+    body_window_seconds=60,
+    write_stall_seconds=60,
+    keep_alive_seconds=60,
+)
+#: For those who are to be cut off.
+STRICT = replace(
+    LIMITS,
     header_seconds=0.4,
     body_bytes_per_second=20_000,
     body_window_seconds=0.4,
@@ -115,12 +126,24 @@ async def answer(transfer: Transfer, body: bytes, status: int = 200) -> None:
     await transfer.write(body, more=False)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[App, tuple[str, int], list[int]]]:
+@contextlib.contextmanager
+def served_by(limits: Limits) -> Iterator[tuple[App, tuple[str, int], list[int]]]:
     app, refused = App(), []
-    with serving(app, LIMITS, refused) as address:
+    with serving(app, limits, refused) as address:
         yield app, address, refused
     assert app.slots.bytes_by_state == {"request": 0, "reply": 0, "tensor": 0}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[App, tuple[str, int], list[int]]]:
+    with served_by(LIMITS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[tuple[App, tuple[str, int], list[int]]]:
+    with served_by(STRICT) as made:
+        yield made
 
 
 @pytest.fixture
@@ -137,7 +160,14 @@ def address(served: Any) -> tuple[str, int]:
 
 @pytest.fixture
 def sock(address: tuple[str, int]) -> Iterator[socket.socket]:
-    with socket.create_connection(address, timeout=10) as made:
+    with socket.create_connection(address, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture
+def hurried(strict: Any) -> Iterator[socket.socket]:
+    """A connection to the server that cuts off soon."""
+    with socket.create_connection(strict[1], timeout=30) as made:
         yield made
 
 
@@ -182,7 +212,7 @@ def sha(body: bytes) -> bytes:
     return hashlib.sha256(body).hexdigest().encode()
 
 
-def eventually(true: Callable[[], bool], seconds: float = 5.0) -> None:
+def eventually(true: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -389,15 +419,15 @@ def test_who_leaves_amid_a_body_by_reset_is_noticed(app: App, sock: socket.socke
     app.left.clear()
 
 
-def test_idle_connections_are_closed(sock: socket.socket, address: tuple[str, int]) -> None:
+def test_idle_connections_are_closed(hurried: socket.socket, strict: Any) -> None:
     began = time.monotonic()
-    with socket.create_connection(address, timeout=10) as silent:
-        sock.sendall(post("/plain", b""))
-        read_reply(sock)
+    with socket.create_connection(strict[1], timeout=30) as silent:
+        hurried.sendall(post("/plain", b""))
+        read_reply(hurried)
         assert ended(silent)
-        assert 0.3 < time.monotonic() - began < 2
-        assert ended(sock)
-        assert 0.5 < time.monotonic() - began < 3
+        assert time.monotonic() - began > 0.3
+        assert ended(hurried)
+        assert time.monotonic() - began > 0.5
 
 
 # -- limits ------------------------------------
@@ -430,12 +460,12 @@ def test_a_long_body_is_no_long_header(sock: socket.socket) -> None:
         assert read_reply(sock)[2] == sha(body)
 
 
-def test_headers_that_take_too_long_are_408(sock: socket.socket) -> None:
+def test_headers_that_take_too_long_are_408(hurried: socket.socket) -> None:
     stop = threading.Event()
-    sock.sendall(b"GET / HTTP/1.1\r\n")
-    dripping = threading.Thread(target=drip, args=(sock, b"X-A: b\r\n", stop))
+    hurried.sendall(b"GET / HTTP/1.1\r\n")
+    dripping = threading.Thread(target=drip, args=(hurried, b"X-A: b\r\n", stop))
     dripping.start()
-    status, headers, body = read_reply(sock)
+    status, headers, body = read_reply(hurried)
     stop.set()
     dripping.join()
     assert (status, headers["connection"]) == (408, "close")
@@ -453,44 +483,54 @@ def drip(sock: socket.socket, piece: bytes, stop: threading.Event) -> None:
 @pytest.mark.parametrize(
     ("path", "size"), [("/digest", 400_000), ("/digest", 30_000), ("/digest?8", 400_000), ("/plain", 400_000)]
 )
-def test_a_body_that_comes_too_slowly_is_408(app: App, sock: socket.socket, path: str, size: int) -> None:
+def test_a_body_that_comes_too_slowly_is_408(
+    strict: Any, hurried: socket.socket, path: str, size: int
+) -> None:
     stop = threading.Event()
-    sock.sendall(post(path, bytes(size))[: -size + 200])
-    dripping = threading.Thread(target=drip, args=(sock, b"x", stop))
+    hurried.sendall(post(path, bytes(size))[: -size + 200])
+    dripping = threading.Thread(target=drip, args=(hurried, b"x", stop))
     dripping.start()
-    began = time.monotonic()
-    status, headers, body = read_reply(sock)
-    assert time.monotonic() - began < 3
+    status, headers, body = read_reply(hurried)
     stop.set()
     dripping.join()
     assert (status, headers["connection"]) == (408, "close")
     assert json.loads(body)["limit"] == 20_000
-    eventually(lambda: app.slots.bytes_by_state["request"] == 0)
+    eventually(lambda: strict[0].slots.bytes_by_state["request"] == 0)
 
 
-def test_a_body_at_the_least_rate_goes_through(sock: socket.socket) -> None:
+def test_a_body_at_the_least_rate_goes_through() -> None:
+    """For longer than a window, whatever a pause takes here: the least rate is a five-hundredth of what is sent."""
     body = os.urandom(120_000)
     data = post("/digest", body)
-    for start in range(0, len(data), 2000):
-        sock.sendall(data[start : start + 2000])
-        time.sleep(0.02)  # five times the least rate
-    assert read_reply(sock)[2] == sha(body)
+    limits = replace(STRICT, body_bytes_per_second=100, body_window_seconds=2)
+    with served_by(limits) as (_, address, _), socket.create_connection(address, timeout=30) as sock:
+        for start in range(0, len(data), 2000):
+            sock.sendall(data[start : start + 2000])
+            time.sleep(0.04)
+        assert read_reply(sock)[2] == sha(body)
 
 
-def test_a_reply_that_nobody_reads_is_cut_off(app: App, address: tuple[str, int]) -> None:
-    with socket.create_connection(address, timeout=10) as sock:
+def test_a_reply_that_nobody_reads_is_cut_off(strict: Any) -> None:
+    app, address, _ = strict
+    with socket.create_connection(address, timeout=30) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(b"GET /reply?30000000 HTTP/1.1\r\n\r\n")
-        eventually(lambda: app.slots.bytes_by_state["reply"] > 0)
-        with socket.create_connection(address, timeout=10) as other:
-            for _ in range(20):  # others don't notice
-                began = time.monotonic()
-                other.sendall(post("/plain", b"x"))
-                read_reply(other)
-                assert time.monotonic() - began < 0.5
         eventually(lambda: app.slots.bytes_by_state["reply"] == 0)
         with pytest.raises((ConnectionError, AssertionError)):
             read_reply(sock)
+
+
+def test_a_reply_that_nobody_reads_holds_nobody_else_up(app: App, address: tuple[str, int]) -> None:
+    with socket.create_connection(address, timeout=30) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.sendall(b"GET /reply?30000000 HTTP/1.1\r\n\r\n")
+        eventually(lambda: app.slots.bytes_by_state["reply"] > 0)
+        with socket.create_connection(address, timeout=30) as other:
+            for _ in range(20):
+                other.sendall(post("/plain", b"x"))
+                assert read_reply(other)[2] == sha(b"x")
+        assert app.slots.bytes_by_state["reply"] > 0
+    eventually(lambda: app.slots.bytes_by_state["reply"] == 0)
 
 
 def test_a_reply_that_is_read_slowly_is_whole(app: App, sock: socket.socket) -> None:

@@ -5,34 +5,21 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import math
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import yaml
 
-from tests.service.real import ROOT, Service, raw, result, running
+from tests.service.real import PATIENT, ROOT, Service, raw, result, running
 from tests.service.test_monitoring import asked, prometheus
 
 pytestmark = pytest.mark.ci
 
 TRIGGER = yaml.safe_load((ROOT / "deploy/keda/scaledobject.yaml").read_text())["spec"]["triggers"][0]
 SQUARE = np.random.default_rng(5).standard_normal((256, 256))
-
-
-@contextlib.contextmanager
-def stopped(worker: psutil.Process) -> Iterator[None]:
-    """A worker that stands still, so that its queue does too."""
-    worker.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        worker.send_signal(signal.SIGCONT)
 
 
 def post(url: str) -> httpx.Response:
@@ -44,7 +31,7 @@ def queued(service: Service) -> float:
 
 
 def test_the_query_of_two_loaded_services_gives_the_sum_and_the_replicas(tmp_path: Path) -> None:
-    patient = ("--hang-seconds", "300", "--ping-seconds", "60", "--batch-requests", "1")
+    patient = (*PATIENT, "--batch-requests", "1")
     with contextlib.ExitStack() as stack:
         services = [
             stack.enter_context(running(tmp_path / name, *patient)).ready() for name in ("one", "two")
@@ -54,15 +41,13 @@ def test_the_query_of_two_loaded_services_gives_the_sum_and_the_replicas(tmp_pat
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(40))
         with contextlib.ExitStack() as standing:
             for service in services:
-                standing.enter_context(stopped(service.worker()))
+                standing.enter_context(service.standing())
             counts = (30, 10)
             answers = [
                 pool.submit(post, s.url) for s, n in zip(services, counts, strict=True) for _ in range(n)
             ]
-            # What a worker was sent has left the queue: at most two batches of one.
             for service, count in zip(services, counts, strict=True):
-                service.until(lambda s=service, n=count: s.metric("gemm_queue_depth") >= n - 2, what="queued")
-            time.sleep(0.2)
+                service.admitted(count)
             want = sum(map(queued, services))
             assert want > 0
             end = time.monotonic() + 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -325,12 +324,10 @@ class TestOutages:
                 await put(a, "ann", "w", tensor(2, 2))
                 for how in ("refuse", "hold"):
                     cable.cut(how)
-                    began = time.monotonic()
                     for work in (put(a, "ann", "big", array), b.pin("ann", "w")):
                         with refused("unavailable") as caught:
                             await work
                         assert caught.value.retry_after == 1.0
-                    assert time.monotonic() - began < 6
                     with refused("not_found"):
                         await a.head("ann", "big")
                     # What is in the arena is served; what is made is kept until it can be written.
@@ -361,10 +358,8 @@ class TestOutages:
                         a.pin("ann", "w"),
                         a.entries("ann", "", 5),
                     ):
-                        began = time.monotonic()
                         with refused("unavailable"):
                             await work
-                        assert time.monotonic() - began < 3
                     cable.mend()
                     await asyncio.sleep(0.5)
                     await get(a, "ann", "w")

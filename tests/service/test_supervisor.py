@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +14,18 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from service.admit import Bounds
+from service.admit import Bounds, Estimate
 from service.arena import Arena, Slots
 from service.batch import Limits, Work
 from service.errors import ServiceError
-from service.handle import State, Times
+from service.handle import Flight, Handle, State, Times
 from service.messages import Operand, Params
 from service.metrics import Metrics
 from service.outcome import Outcome
 from service.supervisor import Options, Supervisor
 
 OPTIONS = Options(
-    Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=8.0), ("--backend", "numpy"), patience=20
+    Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=60.0), ("--backend", "numpy"), patience=60
 )
 
 
@@ -42,7 +43,20 @@ class Bench:
         await self.until(lambda: self.supervisor.ready)
         return self
 
-    async def until(self, true: object, seconds: float = 30) -> None:
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Workers stand still for the length of a block, however fast they are."""
+        pids = [handle.pid for handle in self.supervisor.handles if handle.pid is not None]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    async def until(self, true: object, seconds: float = 60) -> None:
         async with asyncio.timeout(seconds):
             while not true():  # type: ignore[operator]
                 await asyncio.sleep(0.01)
@@ -118,34 +132,64 @@ async def test_many_at_once_are_batched_and_right(bench: Bench) -> None:
 
 
 async def test_work_of_a_dead_worker_runs_once_more(bench: Bench) -> None:
-    tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(2)]
-    await bench.until(lambda: bench.supervisor.handles[0].flights)
-    os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
+    with bench.standing():
+        tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(2)]
+        await bench.until(lambda: bench.supervisor.handles[0].flights)
+        os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
     await asyncio.gather(*tasks)
 
 
-async def test_work_that_two_workers_died_with_fails_clearly(bench: Bench) -> None:
+async def test_work_that_two_workers_died_with_fails_clearly(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, deaths = Handle.send, []
+
+    def deadly(handle: Handle, flight: Flight) -> None:
+        send(handle, flight)
+        assert handle.pid is not None
+        os.kill(handle.pid, signal.SIGKILL)
+        deaths.append(handle.pid)
+
     work, _ = bench.work(HEAVY, HEAVY)
-    task = asyncio.ensure_future(bench.supervisor.submit(work))
-    for _ in range(2):
-        await bench.until(lambda: bench.supervisor.handles[0].flights)
-        os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
-        await bench.until(lambda: not bench.supervisor.handles[0].flights)
-    with pytest.raises(ServiceError, match="two workers ended") as caught:
-        await task
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "send", deadly)
+        with pytest.raises(ServiceError, match="two workers ended") as caught:
+            await bench.supervisor.submit(work)
     assert (caught.value.code, caught.value.status) == ("no_worker", 503)
+    assert len(deaths) == 2
     await bench.until(lambda: bench.supervisor.ready)
     await bench.gemm(A, B)
 
 
+async def test_ten_deaths_in_a_row_are_backed_off_ever_longer_and_survived() -> None:
+    times = Times(ping=0.1, backoff_first=0.1, backoff_most=0.4)
+    bench = await Bench(replace(OPTIONS, times=times)).start()
+    (handle,) = bench.supervisor.handles
+    told = []
+    for death in range(1, 11):
+        await bench.until(lambda: handle.pid is not None)
+        os.kill(handle.pid or 0, signal.SIGKILL)
+        await bench.until(lambda death=death: handle.failures == death)
+        told.append(handle.detail)
+    delays = [min(0.1 * 2**n, 0.4) for n in range(10)]
+    assert [text.partition(", ")[2] for text in told] == [f"starts again in {d:.1f} s" for d in delays]
+    await bench.until(lambda: bench.supervisor.ready)
+    await bench.gemm(A, B)
+    assert handle.failures == 0, "a product done ends the row"
+    await bench.supervisor.drain(10)
+    bench.arena.close()
+
+
 async def test_cancelling_drops_queued_work_and_outlives_running_work(bench: Bench) -> None:
-    running = asyncio.ensure_future(bench.gemm(HEAVY, HEAVY))
-    await bench.until(lambda: bench.supervisor.handles[0].flights)
-    kept, queued = (asyncio.ensure_future(bench.gemm(A, B)) for _ in range(2))
-    await asyncio.sleep(0)
-    assert bench.supervisor.queue.depth == 2
-    queued.cancel()
-    running.cancel()
+    with bench.standing():
+        running = asyncio.ensure_future(bench.gemm(HEAVY, HEAVY))
+        await bench.until(lambda: bench.supervisor.handles[0].flights)
+        kept, queued = (asyncio.ensure_future(bench.gemm(A, B)) for _ in range(2))
+        await bench.until(lambda: bench.supervisor.queue.depth == 2)
+        queued.cancel()
+        running.cancel()
+        await bench.until(lambda: queued.done() and running.done())
+        assert bench.supervisor.queue.depth == 1
     results = await asyncio.gather(queued, running, kept, return_exceptions=True)
     assert [type(r) for r in results[:2]] == [asyncio.CancelledError, asyncio.CancelledError]
     assert isinstance(results[2], Outcome)
@@ -154,9 +198,12 @@ async def test_cancelling_drops_queued_work_and_outlives_running_work(bench: Ben
 
 
 async def test_a_cpu_with_work_is_sent_no_more_so_that_stacks_grow(bench: Bench) -> None:
-    tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(3)]
-    await bench.until(lambda: bench.supervisor.handles[0].flights)
-    assert (len(bench.supervisor.handles[0].flights), bench.supervisor.queue.depth) == (1, 2)
+    bench.supervisor.tally.estimate = Estimate(1e9, 1e9)  # a product takes longer than the link
+    with bench.standing():
+        tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(3)]
+        await bench.until(lambda: bench.supervisor.handles[0].flights)
+        await bench.until(lambda: bench.supervisor.queue.depth >= 2)
+        assert (len(bench.supervisor.handles[0].flights), bench.supervisor.queue.depth) == (1, 2)
     await asyncio.gather(*tasks)
 
 
@@ -197,13 +244,15 @@ async def test_a_device_that_needs_a_person_keeps_the_worker_down_and_says_so() 
 
 
 async def test_draining_refuses_new_work_and_finishes_the_rest(bench: Bench) -> None:
-    running = asyncio.ensure_future(bench.gemm(HEAVY, HEAVY))
-    await asyncio.sleep(0.05)
-    draining = asyncio.ensure_future(bench.supervisor.drain(30))
-    await asyncio.sleep(0)
-    with pytest.raises(ServiceError) as caught:
-        await bench.gemm(A, B)
-    assert caught.value.code == "draining"
+    with bench.standing():
+        running = asyncio.ensure_future(bench.gemm(HEAVY, HEAVY))
+        await bench.until(lambda: bench.supervisor.handles[0].flights)
+        draining = asyncio.ensure_future(bench.supervisor.drain(60))
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceError) as caught:
+            await bench.gemm(A, B)
+        assert caught.value.code == "draining"
+        assert not running.done()
     await running
     await draining
     assert bench.supervisor.handles[0].pid is None
@@ -212,11 +261,12 @@ async def test_draining_refuses_new_work_and_finishes_the_rest(bench: Bench) -> 
 async def test_two_workers_share_the_work_and_one_that_dies_takes_only_itself_out() -> None:
     bench = await Bench(replace(OPTIONS, workers=2)).start()
     await bench.until(lambda: all(handle.state is State.READY for handle in bench.supervisor.handles))
-    tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(4)]
-    await bench.until(lambda: all(handle.flights for handle in bench.supervisor.handles))
-    os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
-    await bench.until(lambda: bench.supervisor.handles[0].state is not State.READY)
-    assert bench.supervisor.ready
+    with bench.standing():
+        tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(4)]
+        await bench.until(lambda: all(handle.flights for handle in bench.supervisor.handles))
+        os.kill(bench.supervisor.handles[0].pid or 0, signal.SIGKILL)
+        await bench.until(lambda: bench.supervisor.handles[0].state is not State.READY)
+        assert bench.supervisor.ready
     await asyncio.gather(*tasks)
     text = bench.metrics.exposition()[0].decode()
     assert 'gemm_placements_total{reason="least_queued",worker="0"}' in text

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import h11
 import httpx
 import numpy as np
 import psutil
 import pytest
 
-from tests.service.real import Service, metric, raw, result, running
+from tests.service.real import PATIENT, Service, metric, raw, result, running
 
 random = np.random.default_rng(3)
 SMALL = [random.standard_normal((8, 16)).astype(np.float32) for _ in range(8)]
@@ -23,12 +22,21 @@ WEIGHT = random.standard_normal((16, 24)).astype(np.float32)
 #: A product that takes a noticeable time on one core (fp64, about 0.4 s).
 HEAVY = random.standard_normal((1500, 1500))
 
+RAW = {"content-type": "application/octet-stream"}
+
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     with running(
         tmp_path / "data", "--ping-seconds", "0.2", "--hang-seconds", "1.5", "--arena-bytes", "512MiB"
     ) as one:
+        yield one.ready()
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Service]:
+    """One whose worker may stand still."""
+    with running(tmp_path / "data", *PATIENT, "--arena-bytes", "512MiB") as one:
         yield one.ready()
 
 
@@ -80,12 +88,6 @@ def clean(service: Service) -> None:
     service.until(at_rest, what="arena and queue empty")
 
 
-def admitted(service: Service, count: int) -> None:
-    """Wait until `count` requests were admitted."""
-    name, stage = "gemm_stage_seconds_count", "admit"
-    service.until(lambda: service.metric(name, stage=stage) >= count, what=f"{count} admitted")
-
-
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_dies_or_stops_under_load_costs_no_wrong_answer(
     service: Service, blow: signal.Signals
@@ -110,50 +112,34 @@ def test_a_worker_that_dies_or_stops_under_load_costs_no_wrong_answer(
     assert psutil.Process(service.process.pid).num_fds() <= descriptors + 4
 
 
-def test_a_heavy_product_whose_worker_dies_runs_again(service: Service) -> None:
+def test_a_heavy_product_whose_worker_dies_amid_it_runs_again(patient: Service) -> None:
+    victim = patient.worker()
+    before = victim.cpu_times().user
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        answer = pool.submit(service.gemm, HEAVY, HEAVY)
-        admitted(service, 1)
-        time.sleep(0.1)
-        service.worker().kill()
+        answer = pool.submit(patient.gemm, HEAVY, HEAVY)
+        patient.until(lambda: victim.cpu_times().user > before, what="it computes")
+        victim.kill()
         np.testing.assert_allclose(result(answer.result(60)), HEAVY @ HEAVY, rtol=1e-9, atol=1e-9)
-    clean(service)
+    assert patient.metric("gemm_worker_restarts_total", reason="crash") == 1
+    clean(patient)
 
 
-@pytest.mark.ci
-def test_ten_deaths_in_a_row_are_backed_off_and_survived(service: Service) -> None:
-    for death in range(1, 11):
-        service.worker().kill()
-        service.until(
-            lambda death=death: service.metric("gemm_worker_restarts_total") >= death,
-            40,
-            what=f"death {death} is seen",
-        )
-    service.ready(60)
-    np.testing.assert_allclose(
-        result(service.gemm(SMALL[0], WEIGHT)), SMALL[0] @ WEIGHT, rtol=1e-5, atol=1e-5
-    )
-    assert "starts again in" in service.output
-    assert len(service.workers()) == 1
-
-
-def test_sigterm_finishes_accepted_work_refuses_new_and_leaves_with_0(service: Service) -> None:
+def test_sigterm_finishes_accepted_work_refuses_new_and_leaves_with_0(patient: Service) -> None:
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
-        httpx.Client(base_url=service.url, timeout=60) as open_one,
+        httpx.Client(base_url=patient.url, timeout=60) as open_one,
     ):
-        assert open_one.get("/health/ready").status_code == 200
-        accepted = [pool.submit(service.gemm, HEAVY, HEAVY) for _ in range(3)]
-        admitted(service, 3)
-        service.process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-        refused = open_one.post("/gemm", **raw(SMALL[0], WEIGHT))
-        assert (refused.status_code, refused.json()["code"]) == (503, "draining")
-        assert open_one.get("/health/ready").status_code == 503
-        assert open_one.get("/health/live").status_code == 200
+        with patient.standing():
+            accepted = [pool.submit(patient.gemm, HEAVY, HEAVY) for _ in range(3)]
+            patient.admitted(3)
+            patient.process.send_signal(signal.SIGTERM)
+            patient.until(lambda: open_one.get("/health/ready").status_code == 503, what="it drains")
+            refused = open_one.post("/gemm", **raw(SMALL[0], WEIGHT))
+            assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+            assert open_one.get("/health/live").status_code == 200
         for answer in accepted:
             np.testing.assert_allclose(result(answer.result(60)), HEAVY @ HEAVY, rtol=1e-9, atol=1e-9)
-    assert service.process.wait(30) == 0
+    assert patient.process.wait(30) == 0
 
 
 def test_kill_9_of_the_front_takes_the_worker_along_and_loses_nothing_durable(tmp_path: Path) -> None:
@@ -161,17 +147,15 @@ def test_kill_9_of_the_front_takes_the_worker_along_and_loses_nothing_durable(tm
         first.ready()
         assert first.put("weight", WEIGHT).status_code in (200, 201)
         worker = first.worker().pid
-        # A PUT half done: the body never ends.
-        half = httpx.Client(base_url=first.url)
-        endless = threading.Thread(target=_half_put, args=(half,))
-        endless.start()
-        time.sleep(0.3)
+        half = http.client.HTTPConnection(first.url.removeprefix("http://"))
+        half.putrequest("PUT", "/tensors/half?shape=1024x1024&dtype=fp32")
+        half.putheader("content-type", RAW["content-type"])
+        half.putheader("content-length", str(4 << 20))
+        half.endheaders(bytes(1 << 20))  # and never the rest
+        first.until(lambda: first.metric("gemm_arena_bytes", state="request") >= 4 << 20, what="it comes")
         first.kill()
-        endless.join(20)
-        end = time.monotonic() + 5
-        while psutil.pid_exists(worker) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not psutil.pid_exists(worker)
+        half.close()
+        first.until(lambda: not psutil.pid_exists(worker), what="the worker ends")
     with running(tmp_path / "data") as second:
         second.ready()
         got = second.http.get("/tensors/weight", headers={"accept": "application/octet-stream"})
@@ -188,21 +172,6 @@ def test_kill_9_of_the_front_takes_the_worker_along_and_loses_nothing_durable(tm
         assert kept < 2 * WEIGHT.nbytes + 65536, "the half-written tensor still takes room"
 
 
-def _half_put(http: httpx.Client) -> None:
-    def body() -> Iterator[bytes]:
-        yield bytes(1 << 20)
-        time.sleep(5)
-
-    with pytest.raises((httpx.TransportError, h11.LocalProtocolError)):
-        http.put(
-            "/tensors/half",
-            params={"shape": "1024x1024", "dtype": "fp32"},
-            content=body(),
-            headers={"content-type": "application/octet-stream", "content-length": str(4 << 20)},
-        )
-    http.close()
-
-
 def test_two_fronts_on_one_folder_the_second_refuses(tmp_path: Path) -> None:
     with running(tmp_path / "data"), pytest.raises(AssertionError, match="ended with") as refused:
         Service(tmp_path / "data", "--backend", "numpy")
@@ -212,60 +181,64 @@ def test_two_fronts_on_one_folder_the_second_refuses(tmp_path: Path) -> None:
 def ask_heavy(service: Service) -> httpx.Response:
     """A product of the stored tensor `heavy` by itself: no body, so that it is in the queue at once."""
     query = {"a": "handle:heavy", "b": "handle:heavy"}
-    headers = {"content-type": "application/octet-stream"}
-    return httpx.post(f"{service.url}/gemm", params=query, headers=headers, timeout=60)
+    return httpx.post(f"{service.url}/gemm", params=query, headers=RAW, timeout=60)
 
 
-def test_a_client_that_leaves_has_its_queued_work_dropped(service: Service) -> None:
-    assert service.put("heavy", HEAVY).status_code in (200, 201)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        busy = [pool.submit(ask_heavy, service) for _ in range(8)]
-        admitted(service, 8)
-        for _ in range(3):
-            with (
-                pytest.raises(httpx.TimeoutException),
-                httpx.Client(base_url=service.url, timeout=0.1) as http,
-            ):
-                http.post("/gemm", **raw(SMALL[0], WEIGHT))
-        service.until(lambda: metric_499(service) == 3, what="those who left are counted")
+def test_a_client_that_leaves_has_its_queued_work_dropped(patient: Service) -> None:
+    for name, value in (("heavy", HEAVY), ("small", HEAVY[:8, :8].copy())):
+        assert patient.put(name, value).status_code in (200, 201)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        with patient.standing():
+            busy = [pool.submit(ask_heavy, patient) for _ in range(3)]
+            patient.admitted(3)
+            for left in range(1, 4):
+                connection = http.client.HTTPConnection(patient.url.removeprefix("http://"))
+                connection.request("POST", "/gemm?a=handle:small&b=handle:small", headers=RAW)
+                patient.admitted(3 + left)
+                connection.close()
+            patient.until(lambda: metric_499(patient) == 3, what="those who left are counted")
         for answer in busy:
             assert answer.result(60).status_code == 200
-    clean(service)
-    assert service.metric("gemm_requests_total", route="/gemm", code="200") == 8
-    assert service.metric("gemm_flops_total") == 8 * 2 * 1500**3, "work of those who left was done"
+    clean(patient)
+    assert patient.metric("gemm_requests_total", route="/gemm", code="200") == 3
+    assert patient.metric("gemm_flops_total") == 3 * 2 * 1500**3, "work of those who left was done"
 
 
 def metric_499(service: Service) -> float:
     return service.metric("gemm_requests_total", route="/gemm", code="499")
 
 
-def test_a_deadline_shorter_than_the_queue_is_504_and_not_done(service: Service) -> None:
+def test_a_deadline_shorter_than_the_queue_is_504_and_not_done(patient: Service) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        busy = [pool.submit(service.gemm, HEAVY, HEAVY) for _ in range(3)]
-        admitted(service, 3)
-        late = service.gemm(SMALL[0], WEIGHT, deadline_ms=50)
-        assert (late.status_code, late.json()["code"]) == (504, "deadline")
+        with patient.standing():
+            busy = [pool.submit(patient.gemm, HEAVY, HEAVY) for _ in range(3)]
+            patient.admitted(3)
+            late = patient.gemm(SMALL[0], WEIGHT, deadline_ms=50)
+            assert (late.status_code, late.json()["code"]) == (504, "deadline")
         for answer in busy:
             assert answer.result(60).status_code == 200
-    assert service.metric("gemm_flops_total") == 3 * 2 * 1500**3
+    assert patient.metric("gemm_flops_total") == 3 * 2 * 1500**3
 
 
 def test_a_full_queue_is_429_at_once_with_retry_after(tmp_path: Path) -> None:
     with (
-        running(tmp_path / "data", "--queue-requests", "2", "--arena-bytes", "512MiB") as service,
-        concurrent.futures.ThreadPoolExecutor(12) as pool,
+        running(tmp_path / "data", *PATIENT, "--queue-requests", "2", "--arena-bytes", "512MiB") as service,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
         service.ready()
         assert service.put("heavy", HEAVY).status_code in (200, 201)
-
-        answers = [each.result(60) for each in [pool.submit(ask_heavy, service) for _ in range(8)]]
-        refused = [answer for answer in answers if answer.status_code != 200]
-        assert len(answers) - len(refused) >= 3
+        with service.standing():
+            asked = [pool.submit(ask_heavy, service) for _ in range(8)]
+            # The worker has one batch, or two where a product takes less time than the link; two requests wait.
+            service.until(
+                lambda: sum(one.done() for one in asked) >= 4, what="refusals, though nothing moves"
+            )
+            refused = [one.result() for one in asked if one.done()]
+        answers = [one.result(60) for one in asked]
         assert {answer.status_code for answer in refused} == {429}
         assert refused[0].json()["limit"] == 2
         assert float(refused[0].headers["retry-after"]) >= 1
-        slowest = max(answer.elapsed for answer in answers)
-        assert all(answer.elapsed < slowest / 2 for answer in refused), "a refusal waited for the queue"
+        assert sum(answer.status_code == 200 for answer in answers) in (3, 4)
 
 
 def test_bytes_of_one_reply_never_reach_another(service: Service) -> None:
@@ -312,19 +285,6 @@ def _anonymous(pid: int) -> int:
     """Bytes of anonymous memory, VmRSS's RssAnon."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(text.partition("RssAnon:")[2].split()[0]) * 1024
-
-
-def test_live_within_a_second_and_a_half_of_the_process_start(tmp_path: Path) -> None:
-    best = min(_time_to_live(tmp_path / str(n)) for n in range(2))
-    # Twice the goal: test machines are shared. benchmarks/serving.py measures it.
-    assert best < 3.0
-
-
-def _time_to_live(data: Path) -> float:
-    started = time.monotonic()
-    with running(data) as service:
-        assert service.http.get("/health/live").status_code == 200
-        return time.monotonic() - started
 
 
 def test_the_front_imports_neither_torch_nor_cuda(service: Service) -> None:
