@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, cpu_machine, write
+from benchmarks.record import RESULTS, add_places, cpu_machine, section, write
 from kernels.build import build
 from kernels.libraries import read_manifest
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 README = Path(__file__).parents[1] / "kernels" / "README.md"
-BEGIN, END = "<!-- build: python -m benchmarks.build --readme -->\n", "<!-- end of build -->"
+BEGIN = "<!-- build: python -m benchmarks.build --readme -->\n"
 
 
 def measure(arch: str, root: Path, *, as_built: bool = False) -> dict[str, Any]:
@@ -57,8 +57,7 @@ def readme(text: str, results: Path) -> str:
         f"{row['library_bytes'] / 1e6:.1f} MB; {_took(row)}.\n"
         for row in rows
     ]
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "".join(lines) + END + rest.partition(END)[2]
+    return section(text, BEGIN, "".join(lines))
 
 
 def _took(row: dict[str, Any]) -> str:
@@ -72,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.build", description="Measure the build.")
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: both")
     parser.add_argument("--root", type=Path, help="take what is there from the cache")
+    add_places(parser)
     parser.add_argument("--as-built", action="store_true", help="compile nothing")
     parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
     options = parser.parse_args(argv)
@@ -87,7 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['library_bytes'] / 1e6:.1f} MB, {row['core_seconds']:.0f} core seconds"
         )
     packages = ["nvidia-cutlass-dsl", "apache-tvm-ffi"]
-    print(write("cpu", "build", rows, details=cpu_machine(), packages=packages))
+    print(
+        write(
+            options.machine, "build", rows, details=cpu_machine(), packages=packages, folder=options.out,
+            key="name",
+        )
+    )  # fmt: skip
     return 0
 
 

@@ -8,54 +8,26 @@ Writes benchmarks/results/<machine>/service.json. The kernels must be built (`py
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 
-from benchmarks import record
+from benchmarks import parts, record
 from benchmarks.clients import Clients, Seen
-from benchmarks.load import free_port, served
+from benchmarks.load import on_gpus
+from benchmarks.parts import Row
 from benchmarks.transfers import Peer
 
 PACKAGES = ("torch", "numpy", "apache-tvm-ffi", "fastapi", "uvicorn", "uvloop")
 #: Dense fp16 FLOPs a cycle of one SM of Hopper: 1,979 sparse TFLOP/s halved, over 132 SMs at 1,830 MHz.
 TENSOR_FLOPS_A_CYCLE = 4096
-Row = dict[str, Any]
-
-
-@contextlib.contextmanager
-def service(*flags: str) -> Iterator[tuple[int, subprocess.Popen[bytes], float]]:
-    """A service on the GPU; its port, process, and seconds from start to ready."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *[
-                sys.executable,
-                "-m",
-                "service",
-                "serve",
-                "--port",
-                str(port),
-                "--data",
-                folder,
-                "--device",
-                "cuda",
-            ],
-            *["--workers", "1", "--arena-bytes", "4GiB", "--log-level", "warning", *flags],
-        ]
-        started = time.perf_counter()
-        with served(command, f"http://127.0.0.1:{port}/health/ready") as process:
-            yield port, process, time.perf_counter() - started
 
 
 def metrics(port: int) -> dict[str, float]:
@@ -118,7 +90,8 @@ def latency(rounds: int) -> Iterator[Row]:
     size = 4096
     x, y = normal(size, size), normal(size, size, seed=2)
     target = "/gemm?a=handle:a&b=handle:b&out=handle:d&batch_invariant=false"
-    with service("--store-memory-bytes", "3GiB") as (port, _, ready):
+    with on_gpus("--store-memory-bytes", "3GiB") as service:
+        port = service.port
         variants = until_admitted(port)
         put(port, "a", x)
         put(port, "b", y)
@@ -149,7 +122,7 @@ def latency(rounds: int) -> Iterator[Row]:
         "p50_seconds": statistics.median(tiny),
         "stages": stages(second, third),
     }
-    yield {"name": "process start to ready, libraries built", "seconds": ready}
+    yield {"name": "process start to ready, libraries built", "seconds": service.ready_seconds}
     yield {
         "name": "variants admitted",
         "outcome": "read",
@@ -183,7 +156,8 @@ def ipc(rounds: int) -> Iterator[Row]:
 
     from service.client import Client
 
-    with service() as (port, _, _):
+    with on_gpus() as service:
+        port = service.port
         until_admitted(port)
         with Client(f"http://127.0.0.1:{port}") as client:
             for size in (512, 4096):
@@ -217,7 +191,8 @@ def stacking(seconds: float) -> Iterator[Row]:
     alone: dict[int, tuple[float, Seen]] = {}
     for stacked in (False, True):
         flags = () if stacked else ("--batch-requests", "1")
-        with service(*flags) as (port, _, _):
+        with on_gpus(*flags) as service:
+            port = service.port
             until_admitted(port)
             put(port, "w", weight)
             for m, body in bodies.items():
@@ -259,7 +234,8 @@ def probe(seconds: float) -> Iterator[Row]:
     from service.drivers.gpm import TensorProbe
 
     properties = torch.cuda.get_device_properties(0)
-    with service() as (port, _, _):
+    with on_gpus() as service:
+        port = service.port
         until_admitted(port)
         readings: list[tuple[float, Any]] = []
         second = TensorProbe(str(properties.uuid))
@@ -362,14 +338,15 @@ def killed() -> Iterator[Row]:
     """kill -9 of the worker under load: device memory back, service again, no request lost."""
     import psutil
 
-    with service() as (port, process, _):
+    with on_gpus() as service:
+        port = service.port
         until_admitted(port)
         put(port, "w", normal(4096, 4096))
         before = device_memory()
         body = normal(16, 4096).tobytes()
         clients = Clients(port, 4, "/gemm?a_shape=16x4096&dtype=fp16&b=handle:w", body, processes=2)
         clients.window(1.0)
-        worker = psutil.Process(process.pid).children()[0]
+        worker = psutil.Process(service.process.pid).children()[0]
         began = time.perf_counter()
         worker.kill()
         lowest = before
@@ -399,56 +376,26 @@ def device_memory() -> int:
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20
 
 
-def main() -> None:
-    """Measure, print and write."""
+def main() -> int:
+    """Measure, print and write; returns the exit status."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_service", description=__doc__)
-    parser.add_argument("--machine", default="gpu", help="short name of this machine in benchmarks/results")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument(
-        "--part",
-        action="append",
-        choices=["latency", "ipc", "stacking", "probe", "killed"],
-        help="only these parts",
-    )
-    parser.add_argument("--out", type=Path, help="folder for the results file")
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no part is begun")
+    record.add_places(parser, "gpu")
+    parts.add_choice(parser, ["latency", "ipc", "stacking", "probe", "killed"])
     options = parser.parse_args()
-    parts: dict[str, Callable[[], Iterator[Row]]] = {
+    details = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, **record.cpu_machine()}
+    measured: parts.Parts = {
         "latency": lambda: latency(options.rounds),
         "ipc": lambda: ipc(options.rounds),
         "stacking": lambda: stacking(options.seconds),
         "probe": lambda: probe(max(4.0, options.seconds)),
         "killed": killed,
     }
-    rows: list[Row] = []
-    failed = []
-    details = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, **record.cpu_machine()}
-
-    def note(name: str, row: Row) -> None:
-        """A row is written at once, so that a run that is cut short keeps what it found."""
-        print(row, flush=True)
-        rows.append({"part": name, **row})
-        record.write(options.machine, "service", rows, details=details, packages=PACKAGES, folder=options.out)
-
-    started = time.perf_counter()
-    for name in options.part or parts:
-        began = time.perf_counter()
-        if began - started > options.budget:
-            failed.append(name)
-            note(name, {"name": name, "outcome": "not begun", "detail": "the time was used up"})
-            continue
-        try:
-            for row in parts[name]():
-                note(name, row)
-        except (Exception, SystemExit) as error:  # what the other parts found must come home
-            failed.append(name)
-            note(name, {"name": name, "outcome": "failed", "detail": f"{type(error).__name__}: {error}"})
-        print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-    sys.exit(1 if failed else 0)
+    return parts.run("service", measured, options, details=details, packages=PACKAGES)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,28 +11,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
-import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import parts, record
 from benchmarks.clients import Clients
 from benchmarks.gpu_service import Load, metrics, stages, total
-from benchmarks.load import free_port, served
+from benchmarks.load import OnGpus, free_port, on_gpus
+from benchmarks.parts import Row
 from benchmarks.transfers import Peer
 
 GIB = 1 << 30
 PACKAGES = ("torch", "numpy", "apache-tvm-ffi", "fastapi", "uvicorn", "uvloop")
-Row = dict[str, Any]
 
 
 # -- links ------------------------------------------------------------------------------------------------------
@@ -276,33 +272,8 @@ def _check(a: Any, b: Any, out: Any) -> tuple[str, float]:
 # -- a worker on each -------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _service(workers: int, devices: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    port = free_port()
-    room = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 32 * GIB else None
-    with tempfile.TemporaryDirectory(dir=room) as folder:
-        command = [
-            *[
-                sys.executable,
-                "-m",
-                "service",
-                "serve",
-                "--port",
-                str(port),
-                "--data",
-                folder,
-                "--device",
-                "cuda",
-            ],
-            *["--workers", str(workers), "--arena-bytes", "16GiB", "--store-memory-bytes", "12GiB"],
-            *["--log-level", "warning", "--store-disk-bytes", "64GiB"],
-        ]
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
-        try:
-            with served(command, f"http://127.0.0.1:{port}/health/ready") as process:
-                yield port, process
-        finally:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+#: What two workers' copies of the operands and results take.
+ROOM = ("--arena-bytes", "16GiB", "--store-memory-bytes", "12GiB", "--store-disk-bytes", "64GiB")
 
 
 def workers(count: int, size: int, seconds: float) -> Iterator[Row]:
@@ -319,7 +290,8 @@ def workers(count: int, size: int, seconds: float) -> Iterator[Row]:
     rates: list[float] = []
     everything = ",".join(map(str, range(count)))
     for number, devices in ((1, "0"), (count, everything), (1, "0")):
-        with _service(number, devices) as (port, process):
+        with on_gpus(*ROOM, devices=devices) as service:
+            port = service.port
             _await_workers(port, number)
             for name in "ab":
                 query = f"/tensors/{name}?shape={size}x{size}&dtype=fp16"
@@ -338,7 +310,7 @@ def workers(count: int, size: int, seconds: float) -> Iterator[Row]:
                 **_spent(before, after, number, sum(seen.seconds for seen in windows)),
             }
             if number == count > 1:
-                yield _kill_one(port, process, clients, rates[-1], count, seconds)
+                yield _kill_one(service, clients, rates[-1], count, seconds)
             clients.stop()
             yield _residency(port, number)
     one = max(rates[0], rates[2])
@@ -395,13 +367,11 @@ def _residency(port: int, number: int) -> Row:
     return {"name": f"placements with {number} workers", "outcome": "counted", "detail": seen}
 
 
-def _kill_one(
-    port: int, process: subprocess.Popen[bytes], clients: Clients, rate: float, count: int, seconds: float
-) -> Row:
+def _kill_one(service: OnGpus, clients: Clients, rate: float, count: int, seconds: float) -> Row:
     """One GPU's workers are killed for a whole window, each as soon as it is started."""
     import psutil
 
-    front = psutil.Process(process.pid)
+    port, front = service.port, psutil.Process(service.process.pid)
     victim, *others = front.children()
     alive = {other.pid for other in others}
     victim.kill()
@@ -447,59 +417,32 @@ def _kill_one(
     }
 
 
-def main() -> None:
-    """Measure, print and write."""
+def main() -> int:
+    """Measure, print and write; returns the exit status."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpus", description=__doc__)
-    parser.add_argument("--machine", default="gpus", help="short name of this machine in benchmarks/results")
     parser.add_argument("--gpus", type=int, default=0, help="how many to use; 0: all")
     parser.add_argument("--size", type=int, default=32768, help="extent of the sharded product")
     parser.add_argument("--worker-size", type=int, default=8192, help="extent of the workers' products")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=8.0, help="length of a throughput window")
-    parser.add_argument("--out", type=Path, help="folder for the results file")
-    parser.add_argument(
-        "--part", action="append", choices=["links", "sharded", "workers"], help="only these parts"
-    )
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no part is begun")
+    record.add_places(parser, "gpus")
+    parts.add_choice(parser, ["links", "sharded", "workers"])
     options = parser.parse_args()
     count = options.gpus or torch.cuda.device_count()
-    rows: list[Row] = []
-    parts: dict[str, Callable[[], Iterable[Row]]] = {
-        "links": lambda: links(count),
-        "sharded": lambda: sharded(count, options.size, options.rounds),
-        "workers": lambda: workers(count, options.worker_size, options.seconds),
-    }
     details = {
         "gpu": torch.cuda.get_device_name(0),
         "gpus": count,
         "cuda": torch.version.cuda,
         "driver": _driver(),
     }
-    failed = []
-
-    def note(name: str, row: Row) -> None:
-        """A row is written at once, so that a run that is cut short keeps what it found."""
-        print(row, flush=True)
-        rows.append({"part": name, **row})
-        record.write(options.machine, "gpus", rows, details=details, packages=PACKAGES, folder=options.out)
-
-    begun = time.perf_counter()
-    for name in options.part or parts:
-        started = time.perf_counter()
-        if started - begun > options.budget:
-            failed.append(name)
-            note(name, {"name": name, "outcome": "not begun", "detail": "the time was used up"})
-            continue
-        try:
-            for row in parts[name]():
-                note(name, row)
-        except (Exception, SystemExit) as error:  # what the other parts found must come home
-            failed.append(name)
-            note(name, {"name": name, "outcome": "failed", "detail": f"{type(error).__name__}: {error}"})
-        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
-    sys.exit(1 if failed else 0)
+    measured: parts.Parts = {
+        "links": lambda: links(count),
+        "sharded": lambda: sharded(count, options.size, options.rounds),
+        "workers": lambda: workers(count, options.worker_size, options.seconds),
+    }
+    return parts.run("gpus", measured, options, details=details, packages=PACKAGES)
 
 
 def _driver() -> str:
@@ -508,4 +451,4 @@ def _driver() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

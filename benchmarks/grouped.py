@@ -16,11 +16,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import kernels
-from benchmarks.record import spread, write
+from benchmarks.record import add_places, gpu_machine, spread, write
 from kernels.device import describe_cuda
 
 ROUNDS = 30
@@ -128,8 +127,7 @@ def busy(way: Callable[[Lists], None], lists: Lists) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped", description="Time grouped GEMM.")
-    parser.add_argument("--machine", default="h200", help="folder of the results")
-    parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
+    add_places(parser, "h200")
     options = parser.parse_args(argv)
     device = describe_cuda()
     ways = {"grouped": grouped, "own kernels": alone, "cuBLAS": cublas}
@@ -155,13 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{statistics.median(times['host']) * 1e6:>7.1f}, kernels {ran[way] * 1e6:>7.1f}, ratio {ratio:.2f}",
                 flush=True,
             )
-    details = {"device": device.name, "driver": device.driver, "sms": device.sms, "arch": device.arch}
-    print(
-        write(
-            options.machine, "grouped", rows, details=details, packages=["torch", "apache-tvm-ffi"],
-            folder=options.out,
-        )
-    )  # fmt: skip
+    packages = ["torch", "apache-tvm-ffi"]
+    details = gpu_machine(device)
+    print(write(options.machine, "grouped", rows, details=details, packages=packages, folder=options.out))
     return 0
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, spread, write
+from benchmarks.record import RESULTS, add_places, section, short_name, spread, write
 from kernels.ladder import LADDER, Step
 from kernels.problem import DType, Problem
 from kernels.timing import (
@@ -286,13 +286,10 @@ def readme(text: str, results: Path) -> str:
     for arch, machine in MACHINE.items():
         file = results / machine / "ladder.json"
         document = json.loads(file.read_text()) if file.is_file() else {"rows": []}
-        section = markdown(arch, document["rows"])
+        told = markdown(arch, document["rows"])
         if document["rows"]:
-            section += f"\n\n{caption(document)}"
-        begin = f"<!-- ladder {arch}: python -m benchmarks.ladder --readme -->\n"
-        before, _, rest = text.partition(begin)
-        _, end, after = rest.partition("<!-- end -->")
-        text = f"{before}{begin}{section}\n{end}{after}"
+            told += f"\n\n{caption(document)}"
+        text = section(text, f"<!-- ladder {arch}: python -m benchmarks.ladder --readme -->\n", f"{told}\n")
     return text
 
 
@@ -305,8 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--sustained", action="store_true", help="also in blocks of a quarter second, A B B A"
     )
-    parser.add_argument("--machine", help="folder of the results (default: from the device's name)")
-    parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
+    add_places(parser, None)
     parser.add_argument("--verify", help=argparse.SUPPRESS)
     parser.add_argument("--arch", help=argparse.SUPPRESS)
     parser.add_argument("--ctas", type=int, help=argparse.SUPPRESS)
@@ -346,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arch": arch,
         "cuda": torch.version.cuda,
     }
-    machine = options.machine or device.name.removeprefix("NVIDIA ").split()[0].lower()
+    machine = options.machine or short_name(device.name)
     what = "ladder" if dtype is DType.FP16 else f"ladder-{dtype.value}"
     path = write(
         machine, what, rows, details=details, packages=["torch", "apache-tvm-ffi"], folder=options.out

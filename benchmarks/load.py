@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def served(command: Sequence[str], probe: str, *, seconds: float = 90) -> Iterator[subprocess.Popen[bytes]]:
+def served(
+    command: Sequence[str], probe: str, *, seconds: float = 90, environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for the length of a block, from its first answer at `probe` on; its group ends with it."""
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(environ or {})}
+        )
         try:
             _await(process, probe, seconds)
             yield process
@@ -77,9 +81,35 @@ def _await(process: subprocess.Popen[bytes], probe: str, seconds: float) -> None
 
 
 def ours(port: int, data: Path, *flags: str) -> list[str]:
-    """The command of our server."""
+    """The command of our server; later `flags` win over earlier ones."""
     common = ["--port", str(port), "--data", str(data), "--log-level", "warning", "--arena-bytes", "1536MiB"]
     return [sys.executable, "-m", "service", "serve", *common, *flags]
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpus:
+    """A service on GPUs that takes work: its port, its front, and seconds from start to ready."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    ready_seconds: float
+
+
+@contextlib.contextmanager
+def on_gpus(*flags: str, devices: str = "0") -> Iterator[OnGpus]:
+    """One of our own with a worker on each of `devices` (as CUDA_VISIBLE_DEVICES has them), for a block."""
+    port = free_port()
+    room = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 32 << 30 else None
+    workers = str(len(devices.split(",")))
+    with tempfile.TemporaryDirectory(dir=room) as folder:
+        own = ("--device", "cuda", "--workers", workers, "--arena-bytes", "4GiB", *flags)
+        started = time.perf_counter()
+        with served(
+            ours(port, Path(folder), *own),
+            f"http://127.0.0.1:{port}/health/ready",
+            environ={"CUDA_VISIBLE_DEVICES": devices},
+        ) as process:
+            yield OnGpus(port, process, time.perf_counter() - started)
 
 
 @contextlib.contextmanager

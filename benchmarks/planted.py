@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, write
+from benchmarks.record import RESULTS, add_places, gpu_machine, section, write
 from kernels.build import build
 from kernels.call import Code
 from kernels.libraries import Libraries
@@ -36,7 +36,7 @@ from kernels.virtual.host import Host
 
 ARCH = "sm_90a"
 README = Path(__file__).parents[1] / "kernels" / "README.md"
-BEGIN, STOP = "<!-- planted: python -m benchmarks.planted --readme -->\n", "<!-- end of planted -->"
+BEGIN = "<!-- planted: python -m benchmarks.planted --readme -->\n"
 REPEATS = 400
 START_SECONDS = 60.0  # torch, and the driver's compilation of the sound kernel
 LIMIT_SECONDS = 8.0  # the repeats take well under a second
@@ -287,9 +287,7 @@ def readme(text: str, results: Path) -> str:
         json.loads(path.read_text())["rows"] if path.is_file() else []
         for path in (results / "cpu" / "planted.json", results / "h200" / "planted.json")
     ]
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(STOP)
-    return f"{before}{BEGIN}{table(*halves)}\n{STOP}{after}"
+    return section(text, BEGIN, f"{table(*halves)}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -298,8 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--virtual", action="store_true", help="the half that needs no GPU")
     parser.add_argument("--racecheck", action="store_true", help="those that come back under racecheck too")
     parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
-    parser.add_argument("--machine", default="h200", help="folder of the results of a GPU")
-    parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
+    add_places(parser, "h200")
     parser.add_argument("--root", type=Path, help="folder of compiled kernels")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=REPEATS, help=argparse.SUPPRESS)
@@ -315,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [on_virtual(fault, options.root) for fault in FAULTS]
         machine, details = "cpu", {"cores": len(os.sched_getaffinity(0))}
     else:
+        from kernels.device import describe_cuda
+
         rows = []
         for number in range(len(FAULTS)):
             row = on_device(number, options.root)
@@ -322,17 +321,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row["racecheck"] = races(number, options.root)
             print(f"{row['name']}: {row['outcome']}: {row['detail']} {row.get('racecheck', '')}", flush=True)
             rows.append(row)
-        machine, details = options.machine, _device()
+        machine, details = options.machine, gpu_machine(describe_cuda())
     packages = ["numpy", "torch", "apache-tvm-ffi"]
     print(write(machine, "planted", rows, details=details, packages=packages, folder=options.out))
     return int(any(row["outcome"] in ("survived", "not run", "refused") for row in rows))
-
-
-def _device() -> dict[str, Any]:
-    from kernels.device import describe_cuda
-
-    device = describe_cuda()
-    return {"device": device.name, "driver": device.driver, "arch": device.arch}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write
+from benchmarks.record import add_places, gpu_machine, write
 from kernels.device import describe_cuda
 from kernels.ladder import HOPPER
 from kernels.problem import DType, Problem
@@ -151,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.sanitizer", description="Memory and barriers."
     )
     parser.add_argument("--tools", default=",".join(TOOLS), help="which of compute-sanitizer's, with commas")
-    parser.add_argument("--machine", default="h200", help="folder of the results")
-    parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
+    add_places(parser, "h200")
     parser.add_argument("--log", type=Path, help="folder for what the tools printed")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -177,13 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in found:
             if row["outcome"] != "clean":
                 print(f"  {row['name']}: {row['outcome']}: {row['detail']}")
-    details = {"device": device.name, "driver": device.driver, "arch": device.arch}
-    print(
-        write(
-            options.machine, "sanitizer", rows, details=details, packages=["torch", "apache-tvm-ffi"],
-            folder=options.out,
-        )
-    )  # fmt: skip
+    details, packages = gpu_machine(device), ["torch", "apache-tvm-ffi"]
+    path = write(
+        options.machine, "sanitizer", rows, details=details, packages=packages, folder=options.out, key="tool"
+    )
+    print(path)
     return int(any(row["outcome"] != "clean" and row["tool"] != "racecheck" for row in rows))
 
 

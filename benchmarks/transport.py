@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transport", description=__doc__)
     parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds")
     parser.add_argument("--k", type=int, default=1 << 20, help="columns of A; less is for a try")
-    parser.add_argument("--machine", default="cpu", help="short name of this machine in benchmarks/results")
+    record.add_places(parser)
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     # As in the service's worker: threads of a BLAS that spin after a product would be charged to the next way.
@@ -208,7 +208,12 @@ def main() -> None:
         print(f"{told}{ratio['median']:6.2f} ×  {row['name']}  {row.get('outcome', '')}")
     if not options.no_write:
         path = record.write(
-            options.machine, "transport", rows, details=record.cpu_machine(), packages=PACKAGES
+            options.machine,
+            "transport",
+            rows,
+            details=record.cpu_machine(),
+            packages=PACKAGES,
+            folder=options.out,
         )
         draw(rows, path.with_suffix(".png"))
         print(f"written: {path} and {path.with_suffix('.png')}")

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import RESULTS, cpu_machine, write
+from benchmarks.record import RESULTS, add_places, cpu_machine, write
 from kernels.elementwise import NUMPY, Array
 from kernels.problem import Problem
 from kernels.verify import error_bound
@@ -232,11 +232,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--write", action="store_true", help="compute on the virtual GPU")
     which.add_argument("--check", action="store_true", help="compute on the GPU and compare")
-    parser.add_argument("--machine", default="gpu", help="folder of benchmarks/results for the check")
     parser.add_argument("--jobs", type=int, default=1, help="processes of --write")
     parser.add_argument("--root", type=Path, help="folder of compiled kernels")
     parser.add_argument("--values", type=Path, default=VALUES, help="file of values from normal draws")
-    parser.add_argument("--out", type=Path, help="folder of the results file, instead of benchmarks/results")
+    add_places(parser, "gpu")
     options = parser.parse_args(argv)
     packages = ["numpy", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"]
     if options.write:

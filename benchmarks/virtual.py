@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import cpu_machine, write
+from benchmarks.record import add_places, cpu_machine, write
 from benchmarks.record import spread as minmax
 from kernels.problem import DType, Problem
 from kernels.virtual.cases import cases
@@ -83,14 +83,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--root", type=Path, help="folder of compiled kernels")
-    parser.add_argument("--out", type=Path, help="folder of the results file, instead of benchmarks/results")
+    add_places(parser)
     options = parser.parse_args(argv)
     rows = [single(options.rounds, options.root)]
     for arch in ARCHITECTURES:
         rows.append(sweep(arch, options.jobs, options.root))
         print(rows[-1], flush=True)
     packages = ["numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi"]
-    print(write("cpu", "virtual-speed", rows, details=cpu_machine(), packages=packages, folder=options.out))
+    path = write(
+        options.machine, "virtual-speed", rows, details=cpu_machine(), packages=packages, folder=options.out
+    )
+    print(path)
     return 0
 
 

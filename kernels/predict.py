@@ -305,9 +305,12 @@ def write(chip: str) -> Path:
     arch = next(a for a, name in CHIP_OF.items() if name == chip)
     played = timeline(arch, 9, SCHEDULES[arch][9].depth, SIZE[2] // BLK_K, 2)
     steady = {name: played[name]["kpis"]["steady"]["tensor core"] for name in ("lockstep", "chosen")}
-    more = {"parameters": CHIPS[chip].parameters(), "step_9_tensor_busy_in_steady_state": steady}
     results.write(
-        path, what, [_judged(chip, row) for row in table(chip) if row["seconds"] is not None], **more
+        path,
+        what,
+        [_judged(chip, row) for row in table(chip) if row["seconds"] is not None],
+        parameters=CHIPS[chip].parameters(),
+        step_9_tensor_busy_in_steady_state=steady,
     )
     return path
 

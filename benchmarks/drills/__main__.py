@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import pkgutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import benchmarks.drills
 from benchmarks import record
-from benchmarks.drills.frame import DRILLS, Row, perform
+from benchmarks.drills.frame import DRILLS, perform
 
 PACKAGES = ("uvicorn", "uvloop", "httptools", "fastapi", "obstore", "psycopg", "ray")
 
@@ -27,19 +25,12 @@ def load() -> None:
             importlib.import_module(f"benchmarks.drills.{module.name}")
 
 
-def merged(path: Path, rows: list[Row]) -> list[Row]:
-    """The rows of the file with these in place of those of the same name, by name."""
-    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
-    by_name = {row["name"]: row for row in [*earlier, *rows]}
-    return [by_name[name] for name in sorted(by_name)]
-
-
 def main() -> int:
     """Run what was asked for."""
     load()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drills", description=__doc__)
     parser.add_argument("--part", action="append", choices=sorted(DRILLS), help="a drill; default: all")
-    parser.add_argument("--machine", default="cpu", help="name in benchmarks/results (default: cpu)")
+    record.add_places(parser)
     parser.add_argument(
         "--lasts", type=float, metavar="S", help="seconds that drills which go on for a while do"
     )
@@ -57,9 +48,14 @@ def main() -> int:
         row = perform(drill)
         print(f"{row['name']:32} {row['outcome']:8} {row['seconds']:7.1f} s  {row['detail']}", flush=True)
         rows.append(row)
-    path = record.RESULTS / options.machine / "drills.json"
     record.write(
-        options.machine, "drills", merged(path, rows), details=record.cpu_machine(), packages=PACKAGES
+        options.machine,
+        "drills",
+        rows,
+        details=record.cpu_machine(),
+        packages=PACKAGES,
+        folder=options.out,
+        key="name",
     )
     return int(any(row["outcome"] != "passed" for row in rows))
 

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = sum(r["outcome"] == "pass" for r in rows)
     print(f"{passed} of {len(rows)} pass")
     if options.json:
-        results.write(options.json, "third-party CuTe DSL examples on the virtual GPU", rows)
+        what = "third-party CuTe DSL examples on the virtual GPU"
+        results.write(options.json, what, rows, key="name" if options.match else "")
     return 0
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 
-from benchmarks.drills.__main__ import merged
 from benchmarks.drills.frame import Drill, check, perform
 
 
@@ -25,16 +22,6 @@ def test_a_drill_that_does_not_end_fails() -> None:
     row = perform(Drill("endless", lambda: time.sleep(30) or "", 0.1))
     assert row["outcome"] == "failed"
     assert row["seconds"] < 25
-
-
-def test_rows_of_other_drills_stay(tmp_path: Path) -> None:
-    path = tmp_path / "drills.json"
-    new = {"name": "b", "outcome": "passed"}
-    assert merged(path, [new]) == [new]
-    path.write_text(
-        json.dumps({"rows": [{"name": "a", "outcome": "passed"}, {"name": "b", "outcome": "failed"}]})
-    )
-    assert [row["outcome"] for row in merged(path, [new])] == ["passed", "passed"]
 
 
 def test_a_drill_that_lasts_is_told_how_long_and_bounded_beyond_that() -> None:
