@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -158,9 +158,6 @@ def _rank(rank: int, world: int, port: int, size: int, rounds: int, answers: Any
     import torch
     from torch import distributed
 
-    from kernels import gemm
-    from kernels.sharded import gemm_sharded, split
-
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     distributed.init_process_group(
@@ -171,78 +168,99 @@ def _rank(rank: int, world: int, port: int, size: int, rounds: int, answers: Any
         rank=rank,
         device_id=device,
     )
-    generator = torch.Generator(device).manual_seed(rank)
-    parts = split(size, world)
-    a = torch.randn((parts[rank], size), device=device, generator=generator, dtype=torch.float16)
-    b = torch.randn((size, parts[rank]), device=device, generator=generator, dtype=torch.float16)
-    out = torch.empty((parts[rank], size), device=device, dtype=torch.float16)
+    own = Share(rank, world, size)
+    _timed(own.whole, 2)
+    told: Row = {"rank": rank, "seconds": _timed(own.whole, rounds)}
+    told["wrong"], told["error"] = _check(own.a, own.b, own.out)
+    told["compute"] = _timed(own.products, rounds)
+    told["exchange"] = _timed(own.exchanges, rounds)
+    told["alone"] = _whole_on_one(size, rounds) if rank == 0 else []
+    distributed.barrier()
+    answers.put(told)
+    distributed.destroy_process_group()
 
-    def timed(work: Any, count: int) -> list[float]:
-        times = []
-        for _ in range(count):
-            distributed.barrier()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            work()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return times
 
-    def products() -> None:
+def _timed(work: Callable[[], None], count: int) -> list[float]:
+    """Seconds of each run, which all ranks begin together."""
+    import torch
+    from torch import distributed
+
+    times = []
+    for _ in range(count):
+        distributed.barrier()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+class Share:
+    """What one rank has of a product of `size`³: rows of A and D, columns of B."""
+
+    def __init__(self, rank: int, world: int, size: int) -> None:
+        import torch
+
+        from kernels.sharded import split
+
+        self._rank, self._world, self._columns = rank, world, split(size, world)
+        device, mine = torch.device("cuda", rank), self._columns[rank]
+        generator = torch.Generator(device).manual_seed(rank)
+
+        def drawn(*shape: int) -> Any:
+            return torch.randn(shape, device=device, generator=generator, dtype=torch.float16)
+
+        self.a, self.b = drawn(mine, size), drawn(size, mine)
+        self.out = torch.empty((mine, size), device=device, dtype=torch.float16)
+
+    def whole(self) -> None:
+        """The rank's part of the sharded product."""
+        from kernels.sharded import gemm_sharded
+
+        gemm_sharded(self.a, self.b, out=self.out, batch_invariant=False)
+
+    def products(self) -> None:
+        """As much computing, without moving anything."""
+        from kernels import gemm
+
         at = 0
-        for columns in parts:
-            gemm(
-                a,
-                b[:, :columns] if columns <= parts[rank] else b,
-                out=out[:, at : at + columns],
-                batch_invariant=False,
-            )
+        for columns in self._columns:
+            b = self.b[:, :columns] if columns <= self._columns[self._rank] else self.b
+            gemm(self.a, b, out=self.out[:, at : at + columns], batch_invariant=False)
             at += columns
 
-    def exchanges() -> None:
-        block = torch.empty_like(b)
-        for _ in range(world - 1):
+    def exchanges(self) -> None:
+        """As much moving, without computing anything."""
+        import torch
+        from torch import distributed
+
+        block = torch.empty_like(self.b)
+        for _ in range(self._world - 1):
             moving = [
-                distributed.P2POp(distributed.isend, b, (rank - 1) % world),
-                distributed.P2POp(distributed.irecv, block, (rank + 1) % world),
+                distributed.P2POp(distributed.isend, self.b, (self._rank - 1) % self._world),
+                distributed.P2POp(distributed.irecv, block, (self._rank + 1) % self._world),
             ]
             for transfer in distributed.batch_isend_irecv(moving):
                 transfer.wait()
 
-    def whole() -> None:
-        gemm_sharded(a, b, out=out, batch_invariant=False)
 
-    timed(whole, 2)
-    seconds = timed(whole, rounds)
-    wrong, error = _check(a, b, out)
-    compute = timed(products, rounds)
-    exchange = timed(exchanges, rounds)
-    alone: list[float] = []
-    if rank == 0:
-        del out
-        full_a = torch.cat([torch.randn((p, size), device=device, dtype=torch.float16) for p in parts])
-        full_b = torch.cat([torch.randn((p, size), device=device, dtype=torch.float16) for p in parts])
-        full = torch.empty((size, size), device=device, dtype=torch.float16)
-        for turn in range(rounds + 2):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            gemm(full_a, full_b, out=full, batch_invariant=False)
-            torch.cuda.synchronize()
-            if turn >= 2:
-                alone.append(time.perf_counter() - started)
-    distributed.barrier()
-    answers.put(
-        {
-            "rank": rank,
-            "seconds": seconds,
-            "compute": compute,
-            "exchange": exchange,
-            "alone": alone,
-            "wrong": wrong,
-            "error": error,
-        }
-    )
-    distributed.destroy_process_group()
+def _whole_on_one(size: int, rounds: int) -> list[float]:
+    """Seconds of the same product on this rank's GPU alone."""
+    import torch
+
+    from kernels import gemm
+
+    a, b = (torch.randn((size, size), device="cuda", dtype=torch.float16) for _ in range(2))
+    out = torch.empty((size, size), device="cuda", dtype=torch.float16)
+    times = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        gemm(a, b, out=out, batch_invariant=False)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return times[2:]
 
 
 def _check(a: Any, b: Any, out: Any) -> tuple[str, float]:

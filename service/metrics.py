@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -111,87 +112,8 @@ class Metrics:
         GCCollector(registry=registry)
         self._live = _Live()
         registry.register(self._live)
-        self.requests = Counter("gemm_requests", "Requests answered.", ["route", "code"], registry=registry)
-        self.duration = Histogram(
-            "gemm_request_duration_seconds",
-            "From the first byte of a request to the last of its reply.",
-            ["route"],
-            buckets=_DURATIONS,
-            registry=registry,
-        )
-        self.queue_wait = Histogram(
-            "gemm_queue_wait_seconds",
-            "From acceptance to the hand-over to a worker.",
-            buckets=_FINE,
-            registry=registry,
-        )
-        self.stage = Histogram(
-            "gemm_stage_seconds",
-            "Time in each stage of a request.",
-            ["stage"],
-            buckets=_FINE,
-            registry=registry,
-        )
-        self.flops = Counter(
-            "gemm_flops", "Floating-point operations done, 2·M·N·K a product.", ["variant"], registry=registry
-        )
-        self.kernel_busy = Counter(
-            "gemm_kernel_busy_seconds",
-            "Seconds in which kernels of a variant ran.",
-            ["variant"],
-            registry=registry,
-        )
-        self.batch_requests = Histogram(
-            "gemm_batch_requests", "Requests in a batch.", buckets=_SIZES, registry=registry
-        )
-        self.rejected = Counter(
-            "gemm_rejected", "Requests refused, by reason.", ["reason"], registry=registry
-        )
-        self.restarts = Counter(
-            "gemm_worker_restarts",
-            "Workers started again, by the reason of the end.",
-            ["reason"],
-            registry=registry,
-        )
-        self.choices = Counter(
-            "gemm_variant_choices", "Choices of the selector.", ["variant", "reason"], registry=registry
-        )
-        self.quarantined = Gauge(
-            "gemm_variant_quarantined",
-            "1 for a variant that may not run.",
-            ["variant", "reason"],
-            registry=registry,
-        )
-        self.build_info = Gauge(
-            "gemm_build_info", "Versions, as labels.", ["version", "device", "backend"], registry=registry
-        )
-        self.probe_up = Gauge(
-            "gemm_tensor_probe_up",
-            "1 where tensor-core activity can be read from the hardware.",
-            ["gpu"],
-            registry=registry,
-        )
-        self.tensor_active = Gauge(
-            "gemm_tensor_active_ratio",
-            "Fraction of cycles in which tensor cores were active, read from the hardware.",
-            ["gpu", "source"],
-            registry=registry,
-        )
-        self.sm_clock = Gauge(
-            "gemm_sm_clock_hertz", "SM clock as read beside it.", ["gpu"], registry=registry
-        )
-        self.device_bytes = Gauge(
-            "gemm_device_bytes",
-            "Device memory by state: copies of stored tensors, those that are nowhere else, what torch reserved.",
-            ["gpu", "state"],
-            registry=registry,
-        )
-        self.placements = Counter(
-            "gemm_placements",
-            "Batches by worker and why it was chosen.",
-            ["worker", "reason"],
-            registry=registry,
-        )
+        self._add_requests()
+        self._add_workers()
         for reason in REJECTIONS:
             self.rejected.labels(reason)
         for reason in RESTARTS:
@@ -203,6 +125,62 @@ class Metrics:
         self._placements: dict[tuple[int, str], Counter] = {}
         self._active: set[tuple[str, str]] = set()
         self._choices: dict[tuple[str, str], Counter] = {}
+
+    def _add_requests(self) -> None:
+        """What requests and their products do."""
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("gemm_requests", "Requests answered.", ["route", "code"])
+        self.duration = histogram(
+            "gemm_request_duration_seconds",
+            "From the first byte of a request to the last of its reply.",
+            ["route"],
+            buckets=_DURATIONS,
+        )
+        self.queue_wait = histogram(
+            "gemm_queue_wait_seconds", "From acceptance to the hand-over to a worker.", buckets=_FINE
+        )
+        self.stage = histogram(
+            "gemm_stage_seconds", "Time in each stage of a request.", ["stage"], buckets=_FINE
+        )
+        self.flops = counter("gemm_flops", "Floating-point operations done, 2·M·N·K a product.", ["variant"])
+        self.kernel_busy = counter(
+            "gemm_kernel_busy_seconds", "Seconds in which kernels of a variant ran.", ["variant"]
+        )
+        self.batch_requests = histogram("gemm_batch_requests", "Requests in a batch.", buckets=_SIZES)
+        self.rejected = counter("gemm_rejected", "Requests refused, by reason.", ["reason"])
+        self.choices = counter("gemm_variant_choices", "Choices of the selector.", ["variant", "reason"])
+        self.placements = counter(
+            "gemm_placements", "Batches by worker and why it was chosen.", ["worker", "reason"]
+        )
+
+    def _add_workers(self) -> None:
+        """What workers and their devices are."""
+        gauge = partial(Gauge, registry=self.registry)
+        self.restarts = Counter(
+            "gemm_worker_restarts",
+            "Workers started again, by the reason of the end.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.quarantined = gauge(
+            "gemm_variant_quarantined", "1 for a variant that may not run.", ["variant", "reason"]
+        )
+        self.build_info = gauge("gemm_build_info", "Versions, as labels.", ["version", "device", "backend"])
+        self.probe_up = gauge(
+            "gemm_tensor_probe_up", "1 where tensor-core activity can be read from the hardware.", ["gpu"]
+        )
+        self.tensor_active = gauge(
+            "gemm_tensor_active_ratio",
+            "Fraction of cycles in which tensor cores were active, read from the hardware.",
+            ["gpu", "source"],
+        )
+        self.sm_clock = gauge("gemm_sm_clock_hertz", "SM clock as read beside it.", ["gpu"])
+        self.device_bytes = gauge(
+            "gemm_device_bytes",
+            "Device memory by state: copies of stored tensors, those that are nowhere else, what torch reserved.",
+            ["gpu", "state"],
+        )
 
     def request(self, route: str, code: int, seconds: float) -> None:
         """A request was answered (code 499: the client left first)."""
