@@ -176,30 +176,6 @@ def compute(
         _compute(problem, a, b, typed(out), c, bias, _Library.of(backend, problem, tensor, kept))
 
 
-def compute_numpy(
-    problem: Problem,
-    a: Array | None,
-    b: Array | None,
-    out: Array,
-    c: Array | None = None,
-    bias: Array | None = None,
-) -> None:
-    """`compute` by numpy's BLAS."""
-    compute(problem, a, b, out, c, bias, backend="numpy")
-
-
-def compute_torch(
-    problem: Problem,
-    a: Array | None,
-    b: Array | None,
-    out: Array,
-    c: Array | None = None,
-    bias: Array | None = None,
-) -> None:
-    """`compute` by torch on the CPU."""
-    compute(problem, a, b, out, c, bias, backend="torch")
-
-
 def compute_stacked(
     problems: Sequence[Problem],
     a: Sequence[Array],

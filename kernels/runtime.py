@@ -337,13 +337,6 @@ class Runtime:
         before()
         ready.call(*arguments)
 
-    def load_all(self) -> int:
-        """Load every function of variants that may run, so that capture and first use wait for none."""
-        names = list(self.libraries.manifest.functions)
-        for name in names:
-            self._load(name)
-        return len(names)
-
     def _load(self, name: str) -> _Ready:
         ready = self._ready.get(name)
         if ready is None:

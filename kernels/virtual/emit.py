@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from kernels.virtual.cfg import is_special
 from kernels.virtual.ptx import SINK, Imm, Instr, Not, Operand, PtxError, Reg, Sym
 
 MASK = {8: "0xff", 16: "0xffff", 32: "0xffffffff", 64: "0xffffffffffffffff"}
-DTYPE = {"pred": "bool", "b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 
 
 class Unknown(PtxError):
@@ -201,8 +199,3 @@ class Emit:
             assert isinstance(item, Reg)
             targets.append("_" if item == SINK else identifier(item.name))
         self.line(f"{', '.join(targets)}, = {name}")
-
-
-def special_is_known(name: str) -> bool:
-    """Whether a special register has a value here."""
-    return not is_special(name) or name in _SPECIAL

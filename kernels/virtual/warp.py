@@ -22,7 +22,6 @@ from kernels.virtual.tensor import TensorMixin
 if TYPE_CHECKING:
     from kernels.virtual.machine import Cta, Machine
 
-ALL = np.ones(32, bool)
 _LANES = np.arange(32)
 _ONE_LANE: list[np.ndarray] = [np.equal(_LANES, n) for n in range(32)]
 EXITED, BLOCKED, SPLIT = -1, -2, -3
