@@ -26,7 +26,7 @@ def test_a_drill_that_does_not_end_fails() -> None:
 
 def test_a_drill_that_lasts_is_told_how_long_and_bounded_beyond_that() -> None:
     told: list[float] = []
-    row = perform(Drill("lasting", lambda lasts: str(told.append(lasts)), 0.2, lasts=0.3))
+    row = perform(Drill("lasting", lambda lasts: str(told.append(lasts)), 5, lasts=0.3))
     assert (row["outcome"], told) == ("passed", [0.3])
 
     def late(lasts: float) -> str:

@@ -55,7 +55,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(monkeypatch: pytest
         return real([sys.executable, "-c", child, command[command.index("--verify") + 1]], **more)
 
     monkeypatch.setattr(ladder.subprocess, "Popen", fake)
-    monkeypatch.setattr(ladder, "VERIFY_SECONDS", 1.0)
+    monkeypatch.setattr(ladder, "VERIFY_SECONDS", 4.0)
     outcome = {step.number: error for step, error in ladder.verified("sm_90a", DType.FP16, 1, HOPPER[3:8])}
     assert outcome == {4: 0.5, 5: None, 6: None, 7: 0.5, 8: 0.5}
 

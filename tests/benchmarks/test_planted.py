@@ -23,7 +23,7 @@ def ended(script: str) -> dict[str, Any]:
 
 
 def test_a_child_that_answers_hangs_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(planted, "LIMIT_SECONDS", 3)
     ready = "import json, sys, time; print('ready', flush=True); "
     answer = ready + "print(json.dumps({'outcome': 'wrong', 'detail': '3 of 9'}))"
     assert ended(answer) == {"outcome": "wrong", "detail": "3 of 9"}

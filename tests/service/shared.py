@@ -27,14 +27,10 @@ from typing import Literal
 import psycopg
 import pytest
 
+from benchmarks.load import free_port
+
 #: Where Debian keeps PostgreSQL's server; the newest.
 BIN = max(Path("/usr/lib/postgresql").glob("*/bin"), default=None, key=lambda path: float(path.parent.name))
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def until_open(port: int, process: subprocess.Popen[bytes], seconds: float = 30) -> None:
