@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
+from kernels.libraries import NotBuilt, UntrustedFolder
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported
 from kernels.selector import Choice, Variant, choose
 
@@ -24,6 +25,12 @@ ELSEWHERE = {
     "ladder": ("kernels.climb", "climb the nine steps on this GPU or a virtual one; a table and a picture"),
     "predict": ("kernels.predict", "what a model says of a kernel's time on a chip"),
     "trace": ("kernels.trace", "run a kernel, virtual or on a GPU, and write what its roles do when"),
+}
+#: Extra of this package → the modules and distributions that it brings.
+EXTRAS = {
+    "torch": ("torch",),
+    "compiler": ("cutlass", "nvidia-cutlass-dsl", "tvm_ffi"),
+    "plot": ("matplotlib",),
 }
 CHIPS = {"h200": "sm_90a", "b200": "sm_100a"}
 
@@ -39,7 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in known:
         print(f"there is no command {name!r}\n\n{usage(known)}", file=sys.stderr)
         return 2
-    return known[name][0](rest)
+    try:
+        return known[name][0](rest)
+    except (NotBuilt, UntrustedFolder) as error:
+        complaint = str(error)
+    except ModuleNotFoundError as error:
+        lacking = next((extra for extra, names in EXTRAS.items() if error.name in names), None)
+        if lacking is None:
+            raise
+        complaint = f"{error.name} isn't installed: pip install 'gemm-service[{lacking}]'"
+    print(f"python -m kernels {name}: {complaint}", file=sys.stderr)
+    return 2
 
 
 def commands() -> Mapping[str, tuple[Main, str]]:

@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             metrics_that_moved(before, counters(client.metrics()))
         say("Stop the service: SIGTERM, accepted work finishes, exit status 0")
     print(f"\nAll results are right. {time.perf_counter() - began:.1f} s in all.")
+    print("Next: make serve, then http://127.0.0.1:8000 in a browser; README.md has more to try.")
     return 0
 
 
@@ -140,7 +141,7 @@ def what_would_run(client: Client) -> None:
     """Ask the selector about a large product without computing it."""
     say("What would run for 4096³: POST /variants/choose")
     choice = client.choose(4096, 4096, 4096, dtype="fp32")
-    tell(choice["variant"], choice["reason"], choice["why"])
+    tell(choice["variant"], choice["reason"], choice["why"], verb="would be computed")
     for row in choice["candidates"]:
         told = f"not, because {row['because']}" if row["seconds"] is None else f"{row['seconds']:.3f} s"
         print(f"    {row['variant']:24} {told}")
@@ -286,9 +287,9 @@ def say(title: str) -> None:
     print(f"\n\x1b[1m{title}\x1b[0m" if sys.stdout.isatty() else f"\n{title}", flush=True)
 
 
-def tell(variant: str, reason: str, why: str = "") -> None:
+def tell(variant: str, reason: str, why: str = "", *, verb: str = "computed") -> None:
     """What the selector chose, and why."""
-    print(f"  computed by {variant}, reason {reason!r}" + (f": {why}" if why else ""))
+    print(f"  {verb} by {variant}, reason {reason!r}" + (f": {why}" if why else ""))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 from kernels import tune
 from kernels.__main__ import commands, main
 from kernels.device import describe_cpu
+from kernels.libraries import NotBuilt, UntrustedFolder
 from kernels.problem import DType, Problem
 from kernels.selector import table_key
 from kernels.tune import Times, cpu_build, parse_shape
@@ -34,6 +35,28 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compute"]) == 2
     assert "no command 'compute'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (NotBuilt("step4 is not built: python -m kernels build"), "python -m kernels build"),
+        (UntrustedFolder("/x is writable by others"), "/x is writable by others"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "gemm-service[torch]"),
+        (ModuleNotFoundError("No module named 'cutlass'", name="cutlass"), "gemm-service[compiler]"),
+    ],
+)
+def test_what_is_lacking_is_told_in_a_line(
+    error: Exception, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(tune, "main", lacking)
+    assert main(["tune"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m kernels tune: ")
+    assert told in line
 
 
 def test_explain_on_the_cpu(
