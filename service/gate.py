@@ -40,7 +40,7 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: Open without a key and under any Host: probes come by address.
-_PROBES = ("/health/", "/v2/health/")
+PROBES = ("/health/", "/v2/health/")
 #: Open without a key: the page's static files. Its data needs the key.
 _PAGE = ("/page/",)
 
@@ -127,7 +127,7 @@ class Gate:
     def _admit(self, scope: Scope, headers: _Headers, services: Services) -> Principal:
         """Who sent it; ServiceError where the request may not pass."""
         path: str = scope["path"]
-        probe = path.startswith(_PROBES) or path == "/metrics"
+        probe = path.startswith(PROBES) or path == "/metrics"
         if not probe:
             if self._hosts is None:
                 self._hosts = allowed_hosts(services.settings)
@@ -160,7 +160,7 @@ class Gate:
         elif code == _CLIENT_LEFT:
             services.metrics.reject("client_gone")
         stages: dict[str, float] = scope["state"]["stages"]
-        probe = route == "/metrics" or route.startswith(_PROBES)
+        probe = route == "/metrics" or route.startswith(PROBES)
         if services.tracer is not None and not probe:
             method: str = scope["method"]
             attributes = {

@@ -120,6 +120,11 @@ function theme() {
 
 theme();
 keys();
+// A jump within the page: as a hash it would be taken for a view.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  $("main").focus();
+});
 addEventListener("hashchange", () => show(location.hash.slice(1), { focus: true }));
 show(location.hash.slice(1));
 watch();

@@ -43,7 +43,7 @@ function chart(rows, chip, width) {
   const narrow = width < 640;
   const shown = KINDS.filter(([kind]) => rows.some((row) => row[kind]));
   const tall = 15 * Math.max(1, shown.length) + 14;
-  const left = narrow ? 118 : 160;
+  const left = narrow ? 134 : 160;
   const right = narrow ? 84 : 150;
   const height = rows.length * tall + 34;
   const values = rows.flatMap((row) => shown.map(([kind]) => row[kind]?.flops).filter(Boolean));
@@ -59,6 +59,7 @@ function chart(rows, chip, width) {
   rows.forEach((row, at) => {
     const top = at * tall + 6;
     node.append(s("text", { class: "strong", x: 0, y: top + 12 }, `${row.step} ${row.title}`), s("text", { x: 0, y: top + 27 }, shape(row)));
+    if (shown.length && shown.every(([kind]) => !row[kind])) node.append(s("text", { x: left, y: top + 12 }, "no figure"));
     shown.forEach(([kind], turn) => {
       const y = top + 15 * turn;
       const figure = row[kind];
@@ -75,23 +76,29 @@ function drawing({ rows, file, model }, chip, body) {
   const time = (x) => (x ? words(seconds(x.seconds)) : NONE);
   const ratio = (x) => (x?.ratio ? digits(x.ratio) : NONE);
   const published = rows.some((row) => row.published);
-  const heads = ["step", "the one idea", "size", "measured", "TFLOP/s", "× cuBLAS", "sustained × cuBLAS", "predicted (model)", "tensor cores busy (model)", "CTAs an SM", ...(published ? ["predicted at one CTA an SM", "published"] : [])];
-  const cells = rows.map((row) => [
-    `${row.step} ${row.title}`, row.idea, shape(row), time(row.measured), row.measured ? digits(row.measured.flops / 1e12) : NONE, ratio(row.measured), ratio(row.sustained),
-    time(row.predicted), row.predicted ? words(percent(row.predicted.busy)) : NONE, row.residents ? String(row.residents) : NONE,
-    ...(published ? [row.alone_seconds ? words(seconds(row.alone_seconds)) : NONE, time(row.published)] : [])]);
   const off = (ours, told) => (ours && told ? `${ours > told ? "+" : "−"}${digits(Math.abs(100 * (ours / told - 1)))} %` : NONE);
   const compared = rows.some((row) => row.measured) ? "measured" : published ? "published" : null;
-  if (compared) {
-    heads.push(`model off ${compared}`);
-    rows.forEach((row, at) => cells[at].push(compared === "measured" ? off(row.predicted?.seconds, row.measured?.seconds) : off(row.alone_seconds, row.published?.seconds)));
-  }
+  const columns = [
+    ["step", (row) => `${row.step} ${row.title}`],
+    ["the one idea", (row) => row.idea],
+    ["size", shape],
+    ["measured", (row) => time(row.measured)],
+    ["TFLOP/s", (row) => (row.measured ? digits(row.measured.flops / 1e12) : NONE)],
+    ["× cuBLAS", (row) => ratio(row.measured)],
+    ["sustained × cuBLAS", (row) => ratio(row.sustained)],
+    ["predicted (model)", (row) => time(row.predicted)],
+    ["tensor cores busy (model)", (row) => (row.predicted ? words(percent(row.predicted.busy)) : NONE)],
+    ["CTAs an SM", (row) => (row.residents ? String(row.residents) : NONE)],
+    ["predicted at one CTA an SM", (row) => (published && row.alone_seconds ? words(seconds(row.alone_seconds)) : NONE)],
+    ["published", (row) => time(row.published)],
+    [`model off ${compared}`, (row) => (compared === "measured" ? off(row.predicted?.seconds, row.measured?.seconds) : off(row.alone_seconds, row.published?.seconds))],
+  ].filter(([, told], at) => at < 3 || rows.some((row) => told(row) !== NONE));
   const any = rows.some((row) => row.measured || row.predicted || row.published);
   const board = h("div");
   const width = fitted(board, () => fill(board, chart(rows, chip, width())));
   fill(body,
     h("div", { class: "panel wide" }, any ? board : note("No figure of this chip is here.")),
-    h("div", { class: "panel wide" }, table(`The ladder on ${chip}`, heads, cells, [3, 4, 5, 6, 7, 8, 9, 10, 11, 12])),
+    h("div", { class: "panel wide" }, table(`The ladder on ${chip}`, columns.map(([head]) => head), rows.map((row) => columns.map(([, told]) => told(row))), columns.map((_, at) => at).slice(3))),
     panel("Measured", file
       ? note(`On ${file.machine.name === "here" ? "this service's own device, " : ""}${file.machine.device ?? file.machine.name}, ${file.date.slice(0, 10)}, by ${file.command}; commit ${file.commit.slice(0, 12)}. Medians; × cuBLAS is the ratio in the same run, above 1 is faster. Steps 1 and 2 at their own small sizes.`)
       : note(chip === "b200" ? "Never: the project has no B200. What stands here is predicted by a model, or published by others." : "No results file of this chip is packaged with this service; python -m kernels ladder measures where one is.")),

@@ -45,7 +45,8 @@ function stacked(parts, whole, say) {
   return [bar, legend];
 }
 
-function batchBars(sizes) {
+function batchBars(all) {
+  const sizes = all.slice(0, Math.max(5, all.findLastIndex(([, n]) => n > 0) + 1));
   const top = Math.max(1, ...sizes.map(([, n]) => n));
   return h("ol", { class: "columns" }, sizes.map(([bound, n], at) => {
     const bar = h("i", { class: "k-mma" });

@@ -6,6 +6,9 @@ import { ladder, shape, steps } from "./ladder.js";
 
 const BOX = { left: 92, right: 16, top: 18, bottom: 52 };
 
+/** What a device could do at most for a batch. */
+const roofOf = (d, p) => Math.min((p.flops / p.bytes) * d.bandwidth, d.peak_flops[p.dtype] ?? Infinity);
+
 export function view(root) {
   let where = "here";
   let dtype = "fp16";
@@ -41,14 +44,14 @@ export function view(root) {
     fill(about, table("Roofs", ["roof", "rate", "ridge", "from"], [
       ["memory", words(rate(d.bandwidth)), "", label],
       ...(paths.length ? [["L2 to SMs", words(rate(known.predicted.chips[chip].l2_bandwidth)), "", "the model's parameters"]] : []),
-      ...peaks.map(([name, peak]) => [name, words(flops(peak)), `${digits(peak / d.bandwidth)} FLOP/B`, label])], [1, 2]));
+      ...peaks.map(([name, peak]) => [name, words(flops(peak)), `${digits(peak / d.bandwidth)} FLOP/B`, label])], [1, 2]),
+      recent.some((p) => p.flops / p.seconds > 1.05 * roofOf(d, p)) ? note("Points above a roof: this computer was busier when the worker measured it.") : null);
     fill(points, where !== "here" ? note("Recent products run on this service's own device; choose it to see them.")
       : recent.length ? table("Recent batches, the newest first", ["M×N×K", "dtype", "requests", "FLOP/B", "FLOP/s", "of the roof", "variant"],
         [...recent].reverse().slice(0, 12).map((p) => {
           const x = p.flops / p.bytes;
           const y = p.flops / p.seconds;
-          const roof = Math.min(x * d.bandwidth, d.peak_flops[p.dtype] ?? Infinity);
-          return [shape(p) + (p.batch > 1 ? ` ×${p.batch}` : ""), p.dtype, String(p.requests), digits(x), words(flops(y)), `${digits((100 * y) / roof)} %`, p.variant];
+          return [shape(p) + (p.batch > 1 ? ` ×${p.batch}` : ""), p.dtype, String(p.requests), digits(x), words(flops(y)), `${digits((100 * y) / roofOf(d, p))} %`, p.variant];
         }), [2, 3, 4, 5])
         : note("No product has been computed yet: send one under Try it."));
   }
@@ -89,14 +92,18 @@ export function view(root) {
       const from = Math.max(low, bottom / d.bandwidth);
       return [[from, from * d.bandwidth], [Math.max(ridge, from), peak], [high, peak]].map(([a, b]) => `${x(a).toFixed(1)},${y(clip(b)).toFixed(1)}`);
     };
+    const labels = []; // heights of what is written: roofs may lie close together
     const unlike = [...new Map(peaks.map(([name, peak]) => [peak, name])).entries()];
     for (const [peak, name] of unlike) {
       const mine = peak === d.peak_flops[dtype];
       const all = peaks.filter(([, other]) => other === peak).map(([each]) => each).join(", ");
       const said = mine || !narrow;
+      let level = y(peak) - 6;
+      while (labels.some((other) => Math.abs(other - level) < 13)) level += 7;
+      if (said) labels.push(level);
       if (mine) node.append(s("polygon", { class: "under", points: `${line(peak).join(" ")} ${x(high)},${y(bottom)} ${x(Math.max(low, bottom / d.bandwidth))},${y(bottom)}` }));
       node.append(s("polyline", { class: mine ? "roof" : "roof other", points: line(peak).join(" "), "data-dtype": name }),
-        !said ? "" : s("text", { class: mine ? "strong" : "", x: WIDTH - BOX.right - 4, y: y(peak) - 6, "text-anchor": "end" }, `${narrow ? all.split(", ")[0] : all}: ${words(flops(peak))}`));
+        !said ? "" : s("text", { class: mine ? "strong" : "", x: WIDTH - BOX.right - 4, y: level, "text-anchor": "end" }, `${narrow ? all.split(", ")[0] : all}: ${words(flops(peak))}`));
     }
     const chipOf = where === "here" ? CHIPS_OF[d.arch] : where;
     const wide = paths.length ? known.predicted.chips[chipOf].l2_bandwidth : 0;

@@ -296,7 +296,7 @@ for _path in ("/logging", "/trace/setting", "/models/{model}/trace/setting"):
         route(
             _method,
             _path,
-            "Never: a setting of the start",
+            "Not while it runs (501): logs and traces are set at start",
             _settled,
             responses={501: {"description": "Never"}},
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from service.errors import CODES
+from service.gate import PROBES
 
 _PROBLEM: dict[str, Any] = {
     "title": "Problem",
@@ -26,6 +27,12 @@ _PROBLEM: dict[str, Any] = {
         "limit": {"type": "number", "description": "The bound that was passed"},
         "request_id": {"type": "string"},
     },
+}
+#: Who sends what; without keys the service asks for none.
+_KEY = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key (`gemm-service keys add`), where the service was started with keys",
 }
 _CONTENT = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 #: The inference protocol has an error form of its own.
@@ -44,6 +51,11 @@ def finish(document: dict[str, Any]) -> dict[str, Any]:
     for name, schema in parts.items():
         schemas.setdefault(name, schema)
     schemas["Problem"] = _PROBLEM
+    document["components"]["securitySchemes"] = {"key": _KEY}
+    document["security"] = [{}, {"key": []}]
+    for path, operations in document["paths"].items():
+        if path.startswith(PROBES) or path == "/metrics":
+            operations.update({method: {**told, "security": []} for method, told in operations.items()})
     for content, operation in _operations(document):
         responses: dict[str, Any] = operation.setdefault("responses", {})
         for status, response in responses.items():

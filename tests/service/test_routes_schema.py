@@ -48,6 +48,17 @@ def test_refusals_are_problems(document: dict[str, Any]) -> None:
     assert "not_found" in document["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]
 
 
+def test_keys_are_told_and_what_is_open_without_them(document: dict[str, Any]) -> None:
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert document["security"] == [{}, {"key": []}]
+    free = {
+        path
+        for path, operations in document["paths"].items()
+        if all(operation.get("security") == [] for operation in operations.values())
+    }
+    assert free == {"/health/live", "/health/ready", "/metrics", "/v2/health/live", "/v2/health/ready"}
+
+
 def test_every_operation_says_what_it_is(document: dict[str, Any]) -> None:
     assert {"/gemm", "/tensors/{name}", "/tensors", "/jobs", "/jobs/{job}"} <= set(document["paths"])
     names = set()
