@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 CI := 'ci and not gpu and not slow'
-# Tests that hold real processes to times get a second try on a machine that others use too; each is reported.
-AGAIN := --reruns 1 -r R
+# Real processes get a second try on a machine that others use too, kernels don't (tests/conftest.py); each is reported.
+SPREAD := -n 2 --dist loadgroup --reruns 1 -r R
 
 .PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-large test-ray lint proto audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
@@ -41,10 +41,8 @@ endif
 serve: $(VENV)/.light ## Serve on http://127.0.0.1:8000
 	$(BIN)/gemm-service serve
 
-# Kernels' tests compute, so two run at once; the service's hold real processes to times, so they run alone.
 test: $(VENV)/.dev ## Run the tests (installs torch and the kernel compiler first)
-	$(PYTEST) -n 2 --dist loadfile --durations 10 tests/kernels tests/benchmarks
-	$(PYTEST) $(AGAIN) --durations 10 --ignore tests/kernels --ignore tests/benchmarks
+	$(PYTEST) $(SPREAD) --durations 15
 
 browser: ## Install Chromium, Prometheus, PostgreSQL and proxies, which tests run (Debian; needs root)
 	@which chromium promtool prometheus haproxy >/dev/null || { apt-get update && \
@@ -56,8 +54,7 @@ perf-analyzer: $(VENV)/bin/python ## Install NVIDIA's perf_analyzer into .perf, 
 	@test -x .perf/bin/perf_analyzer || $(BIN)/python -m pip install --disable-pip-version-check --target .perf --no-deps tritonclient==2.48.0 nvidia-cuda-runtime-cu12==12.9.79
 
 test-ci: $(VENV)/.dev lint browser perf-analyzer ## Run the wider set: clean install, property tests, API fuzzing, README commands
-	$(PYTEST) -m $(CI) -r R --timeout 600 -n 2 --dist loadgroup --durations 15 tests/test_install.py tests/kernels
-	$(PYTEST) -m $(CI) $(AGAIN) --timeout 600 --durations 15 --ignore tests/kernels --ignore tests/test_install.py
+	$(PYTEST) -m $(CI) $(SPREAD) --timeout 600 --durations 25
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
 	$(PYTEST) -m gpu --timeout 600

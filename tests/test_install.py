@@ -22,17 +22,20 @@ from benchmarks.load import free_port
 from tests.service.real import running
 
 ROOT = Path(__file__).resolve().parents[1]
-# One process, since what was installed is shared; a second try, as all tests have that hold real processes to times.
-pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("install"), pytest.mark.flaky(reruns=1)]
+pytestmark = pytest.mark.ci
 
 
 def run(command: list[str] | str, cwd: Path, *, seconds: float = 600, **environ: str) -> str:
-    """Run in an environment without this one's virtual environment; the output, also of a failure."""
+    """Run in an environment without this one's virtual environment; the output, also of a failure.
+
+    What is installed isn't compiled to bytecode, most of which no test would load.
+    """
     env = {
         key: value
         for key, value in os.environ.items()
         if key not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")
     }
+    env["PIP_COMPILE"] = "0"
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -73,10 +76,11 @@ def test_make_demo_installs_no_torch_and_multiplies(clone: Path, demo: str) -> N
     assert "reference-numpy" in demo
 
 
-def test_a_second_demo_takes_under_15_seconds(clone: Path, demo: str) -> None:
-    started = time.monotonic()
-    run(["make", "demo", f"PYTHON={sys.executable}"], clone)
-    assert time.monotonic() - started < 15
+def test_a_second_demo_installs_nothing(clone: Path, demo: str) -> None:
+    assert "pip install" in demo
+    again = run(["make", "demo", f"PYTHON={sys.executable}"], clone)
+    assert "pip install" not in again
+    assert "reference-numpy" in again
 
 
 def test_the_installed_command_serves_from_any_folder(clone: Path, demo: str, tmp_path: Path) -> None:
