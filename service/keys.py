@@ -28,6 +28,7 @@ from service import audit
 from service.errors import ServiceError
 from service.logs import Log
 from service.settings import Settings, SettingsError
+from service.stamp import stamp
 
 SCOPES = frozenset({"gemm", "tensors", "jobs", "admin"})
 
@@ -128,7 +129,7 @@ class Keys:
         self._stamp: tuple[int, int, int] | None = None
         self._looked = clock()
         if path is not None:
-            self._stamp = _stamp(path)
+            self._stamp = stamp(path)
             self._take(read(path))
 
     @property
@@ -250,10 +251,10 @@ class Keys:
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        stamp = _stamp(self.path)
-        if stamp == self._stamp:
+        seen = stamp(self.path)
+        if seen == self._stamp:
             return
-        self._stamp = stamp
+        self._stamp = seen
         try:
             keys = read(self.path)
         except SettingsError as error:
@@ -346,15 +347,6 @@ def _unauthorized(detail: str) -> ServiceError:
     return ServiceError(
         "unauthorized", detail, field="Authorization", headers={"WWW-Authenticate": 'Bearer realm="gemm"'}
     )
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when the file is replaced or written."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _key(row: dict[str, Any]) -> Key:

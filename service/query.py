@@ -64,12 +64,7 @@ def parse_query(text: bytes) -> dict[str, str]:
         if not text:
             return {}
         raise ServiceError("malformed", "the query can't be parsed", field="query") from None
-    fields: dict[str, str] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ServiceError("invalid", f"{name[:64]}: is given twice", field=name[:64])
-        fields[name] = value
-    return fields
+    return numbers.unique(pairs)
 
 
 def no_query(scope: Scope) -> None:

@@ -19,6 +19,7 @@ from service.decode import Bound, Form, GemmRequest
 from service.errors import ServiceError
 from service.formats import Tensor, npy, numbers, numpy_dtype, safetensors
 from service.formats.raw import emit_shape
+from service.outcome import Outcome
 from service.query import JSON, RAW, SAFETENSORS
 from service.transfer import Transfer
 
@@ -31,21 +32,6 @@ MEDIA: dict[Form, tuple[str, ...]] = {
     "npy": (NPY, "application/npy", "application/x-numpy"),
     "raw": (RAW,),
 }
-
-
-class Outcome(Protocol):
-    """What a reply tells of the work."""
-
-    @property
-    def variant(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def why(self) -> str: ...
-    @property
-    def queue_seconds(self) -> float: ...
-    @property
-    def compute_seconds(self) -> float: ...
 
 
 class Stored(Protocol):

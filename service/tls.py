@@ -14,6 +14,7 @@ from typing import Any
 
 from service.logs import Log
 from service.settings import Settings, SettingsError
+from service.stamp import stamp
 
 #: Seconds between looks at the files.
 LOOK_SECONDS = 5.0
@@ -90,7 +91,7 @@ class Certificates:
             context.load_verify_locations(self._client_ca)
 
     def _seen(self) -> list[tuple[int, int, int] | None]:
-        return [_stamp(path) for path in (self._cert, self._key, self._client_ca) if path is not None]
+        return [stamp(path) for path in (self._cert, self._key, self._client_ca) if path is not None]
 
     def _complaint(self, error: OSError) -> str:
         why = error.strerror or str(error)
@@ -105,12 +106,3 @@ def _context(mutual: bool) -> ssl.SSLContext:
     if mutual:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when the file is replaced or written, links followed: orchestrators swap links."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -21,6 +21,7 @@ from service.formats import Tensor
 from service.jobs.model import CANCELLED, DONE, FAILED, QUEUED, RUNNING, SKIPPED, Job, Step
 from service.journal import Journal, LeaseLost, Progress, StepRow
 from service.messages import Operand
+from service.outcome import Outcome
 from service.store import Binding, Hold, Pin, TensorStore
 
 logger = logging.getLogger(__name__)
@@ -33,21 +34,6 @@ ROOM_PATIENCE = 300.0
 WORKER_TRIES = 3
 #: Seconds between looks for a worker.
 WORKER_POLL = 0.2
-
-
-class Outcome(Protocol):
-    """What the supervisor tells of a product."""
-
-    @property
-    def variant(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def why(self) -> str: ...
-    @property
-    def queue_seconds(self) -> float: ...
-    @property
-    def compute_seconds(self) -> float: ...
 
 
 class Supervisor(Protocol):
