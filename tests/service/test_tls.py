@@ -23,7 +23,7 @@ from service.settings import SettingsError, load
 from service.tls import Certificates
 from tests.service.real import result, running
 from tests.service.servers import serving
-from tests.service.test_protocol import LIMITS, App, eventually, post, read_reply, sha
+from tests.service.test_protocol import LIMITS, STRICT, App, eventually, post, read_reply, sha
 
 
 class Pki:
@@ -107,9 +107,9 @@ def test_a_refused_body_s_answer_arrives_though_its_client_still_sends(
         assert read_reply(sock)[0] == 413
 
 
-def test_a_client_that_reads_nothing_is_cut_off(pki: Pki, served: tuple[App, tuple[str, int]]) -> None:
-    app, address = served
-    with connect(pki, address) as sock:
+def test_a_client_that_reads_nothing_is_cut_off(pki: Pki) -> None:
+    app, certificates = App(), Certificates(pki.cert, pki.key, None)
+    with serving(app, STRICT, tls=certificates.context) as address, connect(pki, address) as sock:
         sock.sendall(b"GET /reply?%d HTTP/1.1\r\nHost: x\r\n\r\n" % (48 << 20))
         eventually(lambda: app.slots.bytes_by_state["reply"] > 0)
         eventually(lambda: app.slots.bytes_by_state["reply"] == 0)
