@@ -183,6 +183,10 @@ class Settings(BaseModel):
     grpc_message_bytes: Bytes = Field(
         256 << 20, description="Largest message over gRPC (it is held on the heap); 2GiB at most"
     )
+    grpc_compression: Literal["none", "deflate", "gzip"] = Field(
+        "none",
+        description="How replies over gRPC are compressed, to clients that take it: none, deflate or gzip",
+    )
     max_output_bytes: Bytes = Field(0, description="Largest result of one product; 0: the arena's size")
     max_flops: float = Field(
         1e14, gt=0, allow_inf_nan=False, description="Most FLOPs (2·M·N·K·batch) of one product, above 0"

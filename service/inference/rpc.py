@@ -38,6 +38,12 @@ from service.services import Services
 
 #: The largest message that gRPC's lengths can tell.
 _MOST_BYTES = (1 << 31) - 1
+#: By the setting's names; a client that doesn't take it gets a reply as it is.
+_COMPRESSION = {
+    "none": grpc.Compression.NoCompression,
+    "deflate": grpc.Compression.Deflate,
+    "gzip": grpc.Compression.Gzip,
+}
 
 Call = Callable[[Any, Principal, Any], Awaitable[Any]]
 
@@ -53,7 +59,11 @@ async def serve(
         ("grpc.max_metadata_size", settings.header_bytes),
         ("grpc.so_reuseport", 0),
     ]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=settings.queue_requests)
+    server = grpc.aio.server(
+        options=options,
+        maximum_concurrent_rpcs=settings.queue_requests,
+        compression=_COMPRESSION[settings.grpc_compression],
+    )
     server.add_generic_rpc_handlers((Rpc(services, version).handler(),))
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -285,13 +295,13 @@ async def decode(
     message: Any, operands: Operands, regions: Regions, model: Model, remaining: float | None = None
 ) -> tuple[Inference, GemmRequest]:
     """Check a ModelInferRequest that has `remaining` seconds. What it holds is in `operands`, as over HTTP."""
-    raw: list[bytes] = list(message.raw_input_contents)
+    raw: list[bytes] = list(message.raw_input_contents)  # each access would copy them
 
     async def read(views: list[memoryview]) -> None:
         for view, content in zip(views, raw, strict=True):
             view[:] = content
 
-    inference = _in_time(parse(infer_document(message), model), remaining)
+    inference = _in_time(parse(infer_document(message, raw), model), remaining)
     return inference, await bind(operands, inference, regions, read)
 
 

@@ -23,10 +23,10 @@ from service.outcome import Outcome
 _CONTENTS = {"FP32": "fp32_contents", "FP64": "fp64_contents"}
 
 
-def infer_document(message: Any) -> dict[str, Any]:
-    """A ModelInferRequest as the document of the same request over HTTP."""
-    raw = iter(message.raw_input_contents)
-    inputs = [_input(one, raw, sent_raw=bool(message.raw_input_contents)) for one in message.inputs]
+def infer_document(message: Any, contents: list[bytes]) -> dict[str, Any]:
+    """A ModelInferRequest as the document of the same request over HTTP; `contents`: its raw_input_contents."""
+    raw = iter(contents)
+    inputs = [_input(one, raw, sent_raw=bool(contents)) for one in message.inputs]
     if next(raw, None) is not None:
         raise _wrong("raw_input_contents", "there are more than inputs that need one")
     outputs = [{"name": one.name, "parameters": _output_parameters(one)} for one in message.outputs]

@@ -6,6 +6,8 @@ import asyncio
 import queue
 import re
 import secrets
+import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -328,6 +330,43 @@ def test_who_may_not_is_refused_before_a_message_comes(tmp_path: Path, method: s
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert service.metric("gemm_requests_total", route=f"grpc/{method}", code="401") == 1
         assert service.metric("gemm_requests_total", route=f"grpc/{method}", code="403") == 1
+
+
+class Counted(socketserver.BaseRequestHandler):
+    """A connection to `target`, whose bytes from there are counted."""
+
+    target: tuple[str, int]
+    count = 0
+
+    def handle(self) -> None:
+        with socket.create_connection(self.target) as far:
+            answering = threading.Thread(target=self._answers, args=(far,))
+            answering.start()
+            while piece := self.request.recv(1 << 16):
+                far.sendall(piece)
+            far.shutdown(socket.SHUT_WR)
+            answering.join()
+
+    def _answers(self, far: socket.socket) -> None:
+        while piece := far.recv(1 << 16):
+            type(self).count += len(piece)
+            self.request.sendall(piece)
+
+
+@pytest.mark.parametrize("way", ["none", "deflate", "gzip"])
+def test_replies_are_compressed_where_that_is_set(tmp_path: Path, way: str) -> None:
+    counted = type("Counted", (Counted,), {"count": 0})
+    a, b = np.ones((500, 3), np.float32), np.ones((3, 400), np.float32)
+    with running(tmp_path / "data", *FLAGS, "--grpc-compression", way) as service:
+        counted.target = ("127.0.0.1", int(address(service.ready()).rpartition(":")[2]))
+        with socketserver.ThreadingTCPServer(("127.0.0.1", 0), counted) as relay:
+            threading.Thread(target=relay.serve_forever).start()
+            try:
+                with Client(f"127.0.0.1:{relay.server_address[1]}") as client:
+                    check(client.infer("gemm_fp32", both(a, b)).as_numpy("D"), a, b)
+            finally:
+                relay.shutdown()
+    assert (counted.count < 80_000) is (way != "none"), counted.count  # of 800,000
 
 
 def test_a_taken_port_stops_the_start(spoken: Service, tmp_path: Path) -> None:
