@@ -22,7 +22,7 @@ from service.client.local import Place
 from service.client.operations import Operation, Pause, Retries
 from service.client.several import AsyncSeveralTransport, Order, SeveralTransport
 from service.client.shared import Arrays
-from service.client.tensors import Handle
+from service.client.tensors import Handle, Unfit
 from service.client.transport import (
     AsyncBestTransport,
     AsyncSocketTransport,
@@ -181,7 +181,7 @@ class Client(_Base):
                     continue
                 try:
                     reply = self._transport.send(step, deadline)
-                except ConnectionFailed as error:
+                except (ConnectionFailed, Unfit) as error:
                     step = operation.throw(error)
                 else:
                     step = operation.send(reply)
@@ -264,7 +264,7 @@ class AsyncClient(_Base):
                     continue
                 try:
                     reply = await self._transport.send(step, deadline)
-                except ConnectionFailed as error:
+                except (ConnectionFailed, Unfit) as error:
                     step = operation.throw(error)
                 else:
                     step = operation.send(reply)

@@ -138,34 +138,36 @@ class Operations:
     ) -> Operation[Result]:
         """D, as raw bytes both ways."""
         given = (a, b, c, bias)
-        a, b, c, bias = map(tensors.adopt, given)
-        query, parts = _operands(a, b, c, bias, options)
-        keep, into = (out, None) if isinstance(out, Handle) else (None, out)
-        if keep is not None:
-            query["out"] = f"handle:{keep.name}"
-        elif into is None:
-            into = _on_gpu(query, given)
+        query, parts = _operands(*map(tensors.adopt, given), options)
+        if isinstance(out, Handle):
+            query["out"] = f"handle:{out.name}"
+            call = Call("POST", _gemm(query), (("content-type", RAW), ("accept", JSON)), tuple(parts))
+            reply = yield from attempt(call, self._retries, deadline)
+            return _result(reply, None, _kept(json.loads(reply.body)))
+        made = _on_gpu(query, given) if out is None else None
+        try:
+            reply, array = yield from self._product(query, parts, made if out is None else out, deadline)
+        except tensors.Unfit:
+            if made is None:
+                raise
+            # What the service keeps isn't of the shape any more that its Handle tells.
+            reply, array = yield from self._product(query, parts, None, deadline)
+        return _result(reply, array if out is not None else tensors.as_like(array, given), None)
+
+    def _product(
+        self, query: Mapping[str, Any], parts: Iterable[Bytes], into: Array | None, deadline: float
+    ) -> Operation[tuple[Reply, Array]]:
+        """D in `into`, or in a fresh numpy array; Unfit where it isn't of that shape and dtype."""
         place = _Place(tensors.target(into) if into is not None else None)
-        if place.given is not None:
-            query.setdefault("out_dtype", place.given.dtype)
-        headers = (("content-type", RAW), ("accept", JSON if keep is not None else RAW))
-        call = Call(
-            "POST",
-            f"/gemm?{urlencode(query)}",
-            headers,
-            tuple(parts),
-            None if keep else place.take,
-            into=place.given.data if place.given is not None else None,
-        )
+        dtype = {} if place.given is None else {"out_dtype": place.given.dtype}
+        headers = (("content-type", RAW), ("accept", RAW))
+        data = place.given.data if place.given is not None else None
+        call = Call("POST", _gemm(dtype | dict(query)), headers, tuple(parts), place.take, into=data)
         reply = yield from attempt(call, self._retries, deadline)
-        if keep is not None:
-            told = json.loads(reply.body)
-            return _result(reply, None, _kept(told))
         if into is not None:
             place.deliver(reply)
-            return _result(reply, tensors.as_like(into, given) if out is None else out, None)
-        array = place.array if place.array is not None else _late(reply)
-        return _result(reply, tensors.as_like(array, given), None)
+            return reply, into
+        return reply, place.array if place.array is not None else _late(reply)
 
     def choose(self, m: int, n: int, k: int, options: Mapping[str, Any], deadline: float) -> Operation[Any]:
         """What would run, and why."""
@@ -317,12 +319,25 @@ class Operations:
         return [Job.of(row) for row in rows]
 
 
+def _gemm(query: Mapping[str, Any]) -> str:
+    return f"/gemm?{urlencode(query)}"
+
+
 def _on_gpu(query: Mapping[str, str], given: Iterable[Any]) -> Array | None:
     """Memory for a D that is wanted on a GPU, so that a service on the same GPU writes it there; else None."""
-    told = None if query.get("c", "").startswith("handle:") else result_of(query)
-    if told is None or told[0] not in tensors.DTYPES:
+    told = dict(query)
+    for name, value in zip(("a", "b", "c"), given, strict=False):
+        if _handle(value) is None:
+            continue
+        if not isinstance(value, Handle) or value.shape is None or value.dtype is None:
+            return None
+        told[f"{name}_shape"] = _shape(value.shape)
+        if name != "c":
+            told.setdefault("dtype", value.dtype)
+    found = result_of(told)
+    if found is None or found[0] not in tensors.DTYPES:
         return None
-    return tensors.on_gpu_like(given, *told)
+    return tensors.on_gpu_like(given, *found)
 
 
 class _Place:

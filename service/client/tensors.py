@@ -141,10 +141,14 @@ def target(out: Array) -> Tensor:
     return Tensor(NAMES[array.dtype], array.shape, _bytes(array))
 
 
+class Unfit(ValueError):
+    """A result isn't of the dtype and shape of the array that was given for it."""
+
+
 def check_target(out: Tensor, dtype: str, shape: Sequence[int]) -> None:
-    """ValueError where a result doesn't fit the array that was given for it."""
+    """Unfit where a result doesn't fit the array that was given for it."""
     if (out.dtype, out.shape) != (dtype, tuple(shape)):
-        raise ValueError(f"the result is {dtype} of shape {tuple(shape)}, out is {out.dtype} of {out.shape}")
+        raise Unfit(f"the result is {dtype} of shape {tuple(shape)}, out is {out.dtype} of {out.shape}")
 
 
 def empty(dtype: str, shape: Sequence[int]) -> tuple[np.ndarray[Any, Any], memoryview]:

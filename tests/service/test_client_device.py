@@ -185,14 +185,24 @@ def test_d_is_made_on_the_operands_gpu(
         d = client.gemm(wrap(a), wrap(b))
         assert torch.equal(torch.as_tensor(np.from_dlpack(d)), a @ b)
         assert np.from_dlpack(d).__array_interface__["data"][0] == made[0].data_ptr()
-        client.put("gpu", wrap(b))
+        kept = client.put("gpu", wrap(b))
         assert torch.equal(torch.as_tensor(np.from_dlpack(client.gemm(wrap(a), "gpu"))), a @ b)
         assert len(made) == 1, "its size is the service's to tell"
+        d = client.gemm(wrap(a), kept)
+        assert torch.equal(torch.as_tensor(np.from_dlpack(d)), a @ b)
+        assert np.from_dlpack(d).__array_interface__["data"][0] == made[1].data_ptr()
+        for columns in (SIDE - 100, 2 * SIDE):  # another has replaced it since
+            now = torch.randint(-4, 5, (SIDE, columns), dtype=torch.float32)
+            client.put("gpu", now)
+            d = client.gemm(wrap(a), kept)
+            assert torch.equal(torch.as_tensor(np.from_dlpack(d)), a @ now)
+            with pytest.raises(ValueError, match="the result is fp32 of shape"):
+                client.gemm(wrap(a), kept, out=torch.zeros(SIDE, SIDE))
         given = torch.zeros(SIDE, SIDE)
         assert client.gemm(wrap(a), wrap(b), out=given) is given
         assert torch.equal(given, a @ b)
         assert client.gemm(wrap(a), wrap(b), out=Handle("kept")).name == "kept"
-    assert len(made) == 1
+    assert len(made) == 4
 
 
 @pytest.fixture
@@ -371,7 +381,9 @@ def test_arrays_of_a_gpu_library_in_and_out(
         print(f"{of.__name__}: {len(connection._handles)} allocations lent")
         assert connection._handles or not library.changes, "operands and D were used where they are"
         assert connection._staging.nbytes <= 1 << 20
-        client.put("of-library", a)
+        handle = client.put("of-library", a)
+        np.testing.assert_array_equal(library.host(client.gemm(handle, b, out_dtype="fp32")), want)
+        assert connection._staging.nbytes <= 1 << 20
         kept = client.get("of-library", like=a)
         assert isinstance(kept, library.kind)
         np.testing.assert_array_equal(library.host(kept), x)
