@@ -138,7 +138,7 @@ class Operations:
     ) -> Operation[Result]:
         """D, as raw bytes both ways."""
         given = (a, b, c, bias)
-        query, parts = _operands(*map(tensors.adopt, given), options)
+        query, parts = _operands(given, options)
         if isinstance(out, Handle):
             query["out"] = f"handle:{out.name}"
             call = Call("POST", _gemm(query), (("content-type", RAW), ("accept", JSON)), tuple(parts))
@@ -377,10 +377,9 @@ def _late(reply: Reply) -> Array:
     return array
 
 
-def _operands(
-    a: Any, b: Any, c: Any, bias: Any, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[Bytes]]:
-    """Query fields and body of a raw request."""
+def _operands(given: Iterable[Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Bytes]]:
+    """Query fields and body of a raw request for a, b, c and bias."""
+    a, b, c, bias = map(tensors.adopt, given)
     query: dict[str, Any] = {name: _text(value) for name, value in options.items() if value is not None}
     sent: dict[str, Tensor] = {}
     for name, value in (("a", a), ("b", b)):
