@@ -186,7 +186,9 @@ class Gate:
 
 
 #: Headers that may come once only: of two, one layer might take the first and another the last.
-_ONCE = frozenset({b"host", b"authorization", b"content-type", b"content-encoding", b"idempotency-key"})
+_ONCE = frozenset(
+    {b"host", b"authorization", b"content-type", b"content-encoding", b"transfer-encoding", b"idempotency-key"}
+)
 #: Headers that are looked at here.
 _READ = _ONCE | {b"origin", b"traceparent", b"x-request-id", b"content-length"}
 
@@ -204,12 +206,18 @@ class _Headers(dict[bytes, bytes]):
                 self[name] = value
 
     def check(self, *, host: bool) -> None:
-        """ServiceError malformed where one that may come once came twice, or no Host came and `host`."""
+        """ServiceError malformed where one that may come once came twice, or no Host came and `host`.
+
+        Also not_implemented where the transfer is encoded: the bytes would be taken as they are.
+        """
         if self.twice is not None:
             field = self.twice.decode()
             raise ServiceError("malformed", f"the header {field} came twice", field=field)
         if host and b"host" not in self:
             raise ServiceError("malformed", "a host header is needed", field="host")
+        if self.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
+            detail = "no Transfer-Encoding but chunked is taken"
+            raise ServiceError("not_implemented", detail, field="transfer-encoding")
 
     def text(self, name: bytes) -> str | None:
         """The value of a header."""

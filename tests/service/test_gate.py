@@ -387,6 +387,16 @@ def test_http_1_1_needs_one_host(served: tuple[str, int]) -> None:
             assert b" 400 " in connection.recv(4096).splitlines()[0]
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("gzip, chunked", 501), ("Chunked", 200)])
+def test_a_transfer_that_is_encoded_is_not_taken_as_it_is(
+    served: tuple[str, int], encoding: str, status: int
+) -> None:
+    with socket.create_connection(served, timeout=10) as connection:
+        head = f"POST /gemm HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {encoding}\r\n\r\n"
+        connection.sendall(head.encode() + b"1\r\nx\r\n0\r\n\r\n")
+        assert f" {status} ".encode() in connection.recv(4096).splitlines()[0]
+
+
 @pytest.mark.parametrize("name", ["Content-Type", "Content-Encoding", "Idempotency-Key", "Authorization"])
 def test_a_header_that_may_come_once_is_refused_twice(served: tuple[str, int], name: str) -> None:
     with socket.create_connection(served, timeout=10) as connection:
