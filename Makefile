@@ -26,8 +26,9 @@ $(VENV)/.light: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e .
 	@touch $@
 
+# Not compiled to bytecode beforehand: of 18,000 modules tests load some.
 $(VENV)/.dev: $(VENV)/.light
-	$(PIP) -e '.[dev,torch,compiler]'
+	$(PIP) --no-compile -e '.[dev,torch,compiler]'
 	@touch $@
 
 demo: $(VENV)/.light ## Start the service, multiply matrices through it, check every result (no torch)

@@ -63,7 +63,7 @@ class Service:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.http = httpx.Client(timeout=60) if tls is None else httpx.Client(timeout=60, verify=tls)
-        if not self._said.wait(30) or not self.url:
+        if not self._said.wait(120) or not self.url:
             self.close()
             raise AssertionError(f"ended with {self.process.returncode}: {self.output}")
         self.http.base_url = httpx.URL(self.url)

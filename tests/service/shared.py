@@ -33,7 +33,7 @@ from benchmarks.load import free_port
 BIN = max(Path("/usr/lib/postgresql").glob("*/bin"), default=None, key=lambda path: float(path.parent.name))
 
 
-def until_open(port: int, process: subprocess.Popen[bytes], seconds: float = 30) -> None:
+def until_open(port: int, process: subprocess.Popen[bytes], seconds: float = 120) -> None:
     """Wait until somebody listens there."""
     end = time.monotonic() + seconds
     while True:
@@ -78,7 +78,7 @@ class Postgres:
             stderr=subprocess.DEVNULL,
         )
         until_open(self.port, self.process)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while True:
             try:
                 psycopg.connect(self.url("postgres"), connect_timeout=2).close()
@@ -91,7 +91,7 @@ class Postgres:
     def stop(self, number: int = signal.SIGINT) -> None:
         """End it: SIGINT is a fast shutdown, SIGQUIT as a crash."""
         self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(60)
 
 
 def _program(name: str) -> Path:
@@ -136,7 +136,7 @@ class S3:
         """URL of a new bucket."""
         name = f"gemm-{secrets.token_hex(6)}"
         ask = urllib.request.Request(f"http://127.0.0.1:{self.port}/{name}", method="PUT")
-        urllib.request.urlopen(ask, timeout=10).close()
+        urllib.request.urlopen(ask, timeout=60).close()
         return f"s3://{name}/tensors-of-tests"
 
     def environ(self, *, port: int | None = None) -> dict[str, str]:
@@ -163,7 +163,7 @@ def s3() -> Iterator[S3]:
         yield S3(port, process)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 class Cable:
@@ -202,7 +202,7 @@ class Cable:
         self._loop.close()
 
     def _run(self, work: object) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)  # type: ignore[arg-type]
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)  # type: ignore[arg-type]
 
     async def _mend(self) -> None:
         self._open.set()

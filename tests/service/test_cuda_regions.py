@@ -233,7 +233,7 @@ def test_tritonclients_cuda_shared_memory(tmp_path: Path) -> None:
             for kill in (False, True):
                 if kill:  # the next worker opens the handles again
                     service.worker().kill()
-                    service.until(lambda: not service.is_ready(), 20)
+                    service.until(lambda: not service.is_ready(), 60)
                     service.ready(120)
                 cudashm.set_shared_memory_region(result, [np.zeros_like(a)])
                 client.infer("gemm_fp32", inputs, outputs=[output])

@@ -119,14 +119,14 @@ def test_a_product_kept_by_handle_is_used_again(service: Service) -> None:
 
 
 def test_tensor_activity_is_read_from_the_hardware(service: Service) -> None:
-    service.until(lambda: service.metric("gemm_tensor_probe_up", gpu="0") == 1, 10, "probe")
+    service.until(lambda: service.metric("gemm_tensor_probe_up", gpu="0") == 1, 60, "probe")
     assert 'gemm_tensor_active_ratio{gpu="0",source="nvml_gpm"}' in service.http.get("/metrics").text
 
 
 def test_a_worker_killed_comes_back_with_its_variants(service: Service, tmp_path: Path) -> None:
     service.worker().kill()
-    service.until(lambda: not service.is_ready(), 10)
+    service.until(lambda: not service.is_ready(), 60)
     service.ready(60)
-    service.until(lambda: not waiting(service), 30, "outcomes of self-tests are kept")
+    service.until(lambda: not waiting(service), 60, "outcomes of self-tests are kept")
     d = result(service.gemm(normal(8, 16), normal(16, 8)))
     assert np.isfinite(d).all()

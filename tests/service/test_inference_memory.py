@@ -212,7 +212,7 @@ def test_regions_belong_to_an_owner_and_end_with_the_key(tmp_path: Path) -> None
 
         assert held() == 1
         keys.revoke(path, ann[0].id)
-        service.until(lambda: held() == 0, 10, "the lease of a revoked key to end")
+        service.until(lambda: held() == 0, 60, "the lease of a revoked key to end")
 
 
 # -- without a service --------------------------------------------------------------------------------------------

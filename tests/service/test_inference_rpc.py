@@ -272,7 +272,7 @@ def test_a_worker_is_replaced_beside_grpc(client: Client, spoken: Service) -> No
     a = normal(3, 3)
     before = spoken.worker().pid
     spoken.worker().kill()
-    spoken.until(lambda: [one for one in spoken.workers() if one.pid != before] and spoken.is_ready(), 30)
+    spoken.until(lambda: [one for one in spoken.workers() if one.pid != before] and spoken.is_ready(), 60)
     check(client.infer("gemm_fp32", both(a, a)).as_numpy("D"), a, a)
 
 

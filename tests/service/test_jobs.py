@@ -47,7 +47,7 @@ TWO = {"id": "two", "a": {"step": "one"}, "b": b64(tensor(5, 2, seed=2)), "trans
 
 async def run(front: Front, *steps: dict[str, Any], owner: str = "ann", key: str | None = None) -> Job:
     job = await front.jobs.accept(owner, body(*steps), key)
-    await front.jobs.wait(job, 20)
+    await front.jobs.wait(job, 60)
     assert job.ended
     return job
 
@@ -95,7 +95,7 @@ class TestRun:
                 await asyncio.sleep(0.001)
             assert set(states(job).values()) == {"running"}
             front.computer.gate.set()
-            await front.jobs.wait(job, 20)
+            await front.jobs.wait(job, 60)
             assert job.state == "done"
 
     async def test_a_failure_skips_its_dependents_only(self, settings: Settings) -> None:
@@ -140,7 +140,7 @@ class TestRun:
             await front.jobs.wait(job, 0.2)
             assert states(job) == {"one": "running"}
             front.computer.ready = True
-            await front.jobs.wait(job, 20)
+            await front.jobs.wait(job, 60)
             assert job.state == "done"
 
     async def test_result_into_a_handle(self, settings: Settings) -> None:
@@ -170,7 +170,7 @@ class TestRun:
             await put(front.store, "ann", "w", -B)
             await front.store.delete("ann", "w")
             front.computer.gate.set()
-            await front.jobs.wait(job, 20)
+            await front.jobs.wait(job, 60)
             np.testing.assert_array_equal(await result(front, job, "s"), A @ B)
 
     async def test_more_steps_than_the_arena_holds(self, settings: Settings) -> None:
@@ -421,7 +421,7 @@ class TestRestart:
         assert job.state != "done"
         async with open_front(settings) as front:
             found = await front.jobs.find("ann", job.id)
-            await front.jobs.wait(found, 20)
+            await front.jobs.wait(found, 60)
             assert states(found) == {"one": "done", "two": "done"}
             assert front.computer.computed == 1  # step one had been recorded
             np.testing.assert_array_equal(await result(front, found, "two"), (A @ B) @ tensor(5, 2, seed=2))

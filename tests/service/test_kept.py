@@ -219,8 +219,8 @@ def test_a_kept_result_is_read_used_and_written_back(service: Service) -> None:
     keep(service, matrix(1, 1), matrix(1, 1), "other")
     near(result(service.gemm(matrix(3, 20) * 0 + 1, "d")), np.ones((3, 20), np.float32) @ a @ b)
     near(read(service, "d"), a @ b)
-    service.until(lambda: service.metric("gemm_device_only_bytes") == 0, 5, "write-back")
-    service.until(lambda: service.http.get("/tensors").json()["tensors"][0]["durable"], 5, "durable")
+    service.until(lambda: service.metric("gemm_device_only_bytes") == 0, 60, "write-back")
+    service.until(lambda: service.http.get("/tensors").json()["tensors"][0]["durable"], 60, "durable")
     service.worker().kill()
     near(read(service, "d"), a @ b)
 

@@ -38,12 +38,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def session(service: Service) -> LocalConnection:
     place = Place.of(json.dumps(service.http.get("/limits").json()).encode())
     assert place is not None
-    made: LocalConnection = wait(open_session(place, "", Arrays()), time.monotonic() + 10)
+    made: LocalConnection = wait(open_session(place, "", Arrays()), time.monotonic() + 60)
     return made
 
 
 def borrow(connection: LocalConnection, name: str) -> Loan:
-    loan: Loan = wait(connection.borrow(name), time.monotonic() + 10)
+    loan: Loan = wait(connection.borrow(name), time.monotonic() + 60)
     return loan
 
 
@@ -62,7 +62,7 @@ def test_a_loan_is_a_copy_and_ends_with_its_session(service: Service) -> None:
     assert first.handle != second.handle
     np.testing.assert_array_equal(lent(service, first), X)
     one.close()
-    service.until(lambda: not lent(service, first).any(), 5, "freed")
+    service.until(lambda: not lent(service, first).any(), 60, "freed")
     np.testing.assert_array_equal(lent(service, second), X)
     two.close()
 
@@ -136,7 +136,7 @@ async def test_who_is_cancelled_borrows_nothing(
         with pytest.raises(asyncio.CancelledError):
             await asked
         go_on.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await closed.wait()
     assert not opens
 
@@ -151,7 +151,7 @@ def test_a_loan_that_cannot_be_opened_is_over(service: Service, monkeypatch: pyt
     monkeypatch.setattr(Borrowed, "_open", refuse)
     with Client(service.url) as client, pytest.raises(GemmError, match="no such GPU"):
         client.borrow("x")
-    service.until(lambda: not lent(service, seen[0]).any(), 5, "freed")
+    service.until(lambda: not lent(service, seen[0]).any(), 60, "freed")
 
 
 def test_a_result_that_only_the_device_has_is_lent(service: Service) -> None:

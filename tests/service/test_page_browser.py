@@ -162,7 +162,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     flags = ("--device", "cuda", "--workers", "3", "--log-level", "warning")
     with running(folder / "data", *flags, environ=environ) as one:
         one.ready(90)
-        one.until(lambda: one.metric("gemm_tensor_active_ratio", gpu="1") > 0, 30, "a reading")
+        one.until(lambda: one.metric("gemm_tensor_active_ratio", gpu="1") > 0, 60, "a reading")
         for _ in range(6):
             x = np.ones((256, 256), np.float16)
             assert one.gemm(x, x).status_code == 200

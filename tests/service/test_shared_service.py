@@ -140,7 +140,7 @@ def test_a_job_is_watched_and_cancelled_from_the_other(pair: Pair) -> None:
     assert '"state":"' in pair.b.http.get(f"/jobs/{job.id}").text
     told = pair.b.http.delete(f"/jobs/{job.id}").json()
     assert told["state"] in ("cancelled", "done")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while pair.a.http.get(f"/jobs/{job.id}").json()["state"] != told["state"]:
         assert time.monotonic() < end
     pair.a.http.delete("/tensors/w")
@@ -156,7 +156,7 @@ def test_a_result_that_died_with_its_front_is_lost_for_all(pair: Pair, tmp_path:
         finally:
             pair.to_s3.mend()
         status = 0
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while status != 410 and time.monotonic() < end:
             status = pair.b.http.get("/tensors/gone").status_code
             assert status in (503, 410)
@@ -178,4 +178,4 @@ def test_whether_what_is_shared_answers_is_told(pair: Pair) -> None:
         np.testing.assert_array_equal(result(pair.a.gemm(matrix(1), matrix(2))), matrix(1) @ matrix(2))
     finally:
         pair.to_s3.mend()
-    pair.a.until(lambda: pair.a.put("v", matrix(1)).status_code == 201, 10)
+    pair.a.until(lambda: pair.a.put("v", matrix(1)).status_code == 201, 60)

@@ -56,7 +56,7 @@ class Front:
 
     def __init__(self, device: Any, awake: float = 0.0) -> None:
         self.end, theirs = socket.socketpair()
-        self.end.settimeout(10)
+        self.end.settimeout(60)
         self._frames: _Frames[ToFront] = _Frames(ToFront)
         self._descriptors = socket.socketpair()
         worker = Worker(WorkerLink(theirs), device, self._descriptors[0], awake)
