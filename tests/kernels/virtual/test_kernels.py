@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,12 +86,23 @@ def test_another_seed_is_another_order(step9: tuple[Subject, Case]) -> None:
     assert outcome.ok, outcome.text()
 
 
+def processor_seconds(work: Callable[[], object]) -> float:
+    """The lesser of two runs, whatever else this computer does."""
+    spent = []
+    for _ in range(2):
+        began = time.process_time()
+        work()
+        spent.append(time.process_time() - began)
+    return min(spent)
+
+
 def test_step_9_takes_a_second(step9: tuple[Subject, Case]) -> None:
-    """Three schedules with the detector at 512×512×1024, on one core; four times that where others compute too."""
+    """Three schedules with the detector at 512×512×1024, as this Python counts seconds; 0.8 of them when measured."""
     own, case = step9
     large = replace(case, problem=replace(case.problem, k=1024))
     own.verify(large, schedules=[LATE])  # translates
-    assert min(own.verify(large).seconds for _ in range(2)) < 4.0
+    second = 16 * processor_seconds(lambda: sum(n for n in range(2_000_000)))
+    assert processor_seconds(lambda: own.verify(large)) < 3 * second
 
 
 @pytest.mark.ci
