@@ -187,7 +187,14 @@ class Gate:
 
 #: Headers that may come once only: of two, one layer might take the first and another the last.
 _ONCE = frozenset(
-    {b"host", b"authorization", b"content-type", b"content-encoding", b"transfer-encoding", b"idempotency-key"}
+    {
+        b"host",
+        b"authorization",
+        b"content-type",
+        b"content-encoding",
+        b"transfer-encoding",
+        b"idempotency-key",
+    }
 )
 #: Headers that are looked at here.
 _READ = _ONCE | {b"origin", b"traceparent", b"x-request-id", b"content-length"}
