@@ -18,6 +18,7 @@ from service.keys import Principal
 from service.model import GemmBody, GemmQuery
 from service.outcome import Outcome
 from service.routes.plain import PlainRoute, plain
+from service.routes.schema import query_parameters
 from service.services import Services
 from service.store import Entry
 from service.transfer import ClientGone, Transfer
@@ -140,20 +141,11 @@ async def keep(services: Services, request: GemmRequest, principal: Principal) -
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
 
-def _parameters() -> list[dict[str, Any]]:
-    """Query fields of the binary forms, from the model that validates them."""
-    schema = GemmQuery.model_json_schema(ref_template="#/components/schemas/{model}")
-    return [
-        {"name": name, "in": "query", "required": False, "schema": field}
-        for name, field in schema["properties"].items()
-    ]
-
-
 @router.post(
     "/gemm",
     summary="Multiply: D = act(alpha · op(A) · op(B) + beta · C + bias)",
     openapi_extra={
-        "parameters": _parameters(),
+        "parameters": query_parameters(GemmQuery),
         "requestBody": {
             "required": True,
             "content": {
@@ -180,6 +172,8 @@ def _parameters() -> list[dict[str, Any]]:
 @plain(_gemm)
 async def gemm() -> None:
     """Operands come inline, as base64, or by handle in JSON; or as a safetensors or raw body with query fields.
+
+    The query is for these binary forms only: JSON has every field in its body.
 
     The reply tells the variant that ran, why, and how long the request waited and computed.
     """

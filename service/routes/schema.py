@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
+
 from service.errors import CODES
 from service.gate import PROBES
 
@@ -41,6 +43,20 @@ _ERROR: dict[str, Any] = {
         "schema": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
     }
 }
+
+
+def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """A model's fields as query parameters. Defaults are told in words: tools would send them with every request."""
+    properties = model.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
+    return [_parameter(name, dict(field)) for name, field in properties.items()]
+
+
+def _parameter(name: str, field: dict[str, Any]) -> dict[str, Any]:
+    told, default = field.pop("description", ""), field.pop("default", None)
+    if default is not None:
+        told = f"{told} (default: {str(default).lower() if isinstance(default, bool) else default})".strip()
+    parameter = {"name": name, "in": "query", "required": False, "schema": field}
+    return parameter | {"description": told} if told else parameter
 
 
 def finish(document: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from service.model import NAME, NAME_CHARACTERS, DTypeName, validate_query
 from service.query import RAW, SAFETENSORS, no_query, parse_query
 from service.reply import NPY, send_json
 from service.routes.plain import PlainRoute, plain
+from service.routes.schema import query_parameters
 from service.services import Services
 from service.store import Conditions, Entry, valid
 from service.transfer import Transfer
@@ -176,12 +177,6 @@ DOWNLOAD: dict[int | str, dict[str, Any]] = {
 DOWNLOAD_HEADERS = [_IF_MATCH, _IF_NONE_MATCH, _RANGE, _IF_RANGE]
 
 
-def _put_parameters() -> list[dict[str, Any]]:
-    properties = PutQuery.model_json_schema()["properties"]
-    fields = [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
-    return [_NAME, *fields, _IF_MATCH, _IF_NONE_MATCH]
-
-
 @router.put(
     "/tensors/{name}",
     summary="Store a tensor",
@@ -198,7 +193,7 @@ def _put_parameters() -> list[dict[str, Any]]:
         507: {"description": "There is no room"},
     },
     openapi_extra={
-        "parameters": _put_parameters(),
+        "parameters": [_NAME, *query_parameters(PutQuery), _IF_MATCH, _IF_NONE_MATCH],
         "requestBody": {
             "required": True,
             "content": {SAFETENSORS: _BINARY, NPY: _BINARY, RAW: _BINARY},

@@ -476,6 +476,17 @@ def test_keyboard_theme_and_history(browser: Browser, busy: Service) -> None:
         expect(page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
+def test_the_docs_try_a_product_as_they_stand(browser: Browser, busy: Service) -> None:
+    with opened(browser, busy.url) as page:
+        page.goto(f"{busy.url}/docs")
+        block = page.locator(".opblock-post:has([data-path='/gemm'])")
+        block.locator(".opblock-summary").click()
+        block.get_by_text("Try it out").click()
+        block.get_by_role("button", name="Execute").click()
+        answer = block.locator(".live-responses-table tbody .response-col_status").first
+        expect(answer).to_contain_text("200")
+
+
 def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     token = keys.add(path, "ann")[1]

@@ -48,6 +48,17 @@ def test_refusals_are_problems(document: dict[str, Any]) -> None:
     assert "not_found" in document["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]
 
 
+def test_query_fields_are_described_and_not_sent_unasked(document: dict[str, Any]) -> None:
+    """A default in the schema makes Swagger's "Try it out" send the field, also beside a JSON body."""
+    for path, method in (("/gemm", "post"), ("/tensors/{name}", "put")):
+        fields = [one for one in document["paths"][path][method]["parameters"] if one["in"] == "query"]
+        assert fields
+        assert not [one["name"] for one in fields if "default" in one["schema"]]
+    told = {one["name"]: one.get("description") for one in document["paths"]["/gemm"]["post"]["parameters"]}
+    assert told["trans_a"] == "A is stored [K, M] (default: false)"
+    assert told["activation"] == "(default: none)"
+
+
 def test_keys_are_told_and_what_is_open_without_them(document: dict[str, Any]) -> None:
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert document["security"] == [{}, {"key": []}]
