@@ -106,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
             audit.to_file(settings.audit_file)
         except OSError as error:
             return cli.complain(f"audit_file: can't write {settings.audit_file}: {error.strerror}")
+    _log.info(
+        "starts", data=settings.data, arena_bytes=settings.arena_bytes, keys=settings.keys_file or "none"
+    )
     if settings.arena_bytes > memory_limit():
         _log.warning(
             "arena_bytes is above the memory limit", limit=memory_limit(), arena=settings.arena_bytes

@@ -212,7 +212,13 @@ class Jobs:
         """Up to `limit` of the owner's jobs, newest first, older than `before`."""
         now, ttl = self.clock(), self.limits.result_ttl_seconds
         rows = await self.journal.page(owner, before, limit, now, ttl)
-        return [self._shown(row) for row in rows]
+        found = []
+        for row in rows:
+            found.append(self._shown(row))
+            await asyncio.sleep(
+                0
+            )  # a job of many steps takes a millisecond, a page has up to a thousand jobs
+        return found
 
     def _shown(self, row: JobRow) -> Job:
         """A job of the journal, as it stands: what runs here is further than its record."""

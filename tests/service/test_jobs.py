@@ -340,6 +340,30 @@ class TestSee:
             page = await front.jobs.page("ann", page[-1].id, 2)
             assert [job.id for job in page] == [ids[0]]
 
+    async def test_a_long_page_lets_others_go_on(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with open_front(settings) as front:
+            await run(front, ONE)
+            (row,) = await front.jobs.journal.page("ann", "", 9, front.clock.now, 1e9)
+
+            async def many(*_: Any) -> list[JobRow]:
+                return [row] * 50
+
+            monkeypatch.setattr(front.jobs.journal, "page", many)
+            turns = 0
+
+            async def other() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            waiting = asyncio.create_task(other())
+            assert len(await front.jobs.page("ann", "", 50)) == 50
+            waiting.cancel()
+            assert turns >= 49
+
     async def test_result_before_its_time(self, settings: Settings) -> None:
         async with open_front(settings) as front:
             front.computer.gate.clear()
