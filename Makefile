@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c c
 PYTEST := $(BIN)/python -m pytest
 CI := 'ci and not gpu and not slow'
 # Real processes get a second try on a machine that others use too, kernels don't (tests/conftest.py); each is reported.
-SPREAD := -n 2 --dist loadgroup --reruns 1 -r R
+SPREAD := -n 2 --dist loadgroup --reruns 1 -r Rs
 
 .PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-large test-ray lint proto audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
@@ -62,7 +62,7 @@ test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
 
 test-ray: $(VENV)/.dev ## Run the tests of Ray (Serve, sharded products) on a local cluster of three raylets (installs Ray)
 	$(PIP) -e '.[ray]'
-	$(PYTEST) -m slow --timeout 600 tests/service/test_ray_serve.py tests/kernels/test_sharded_ray.py
+	$(PYTEST) -m slow --timeout 600 tests/service/test_ray_serve.py tests/service/test_team_ray.py
 
 test-large: $(VENV)/.dev ## Bodies above 2 GiB, in and out (needs 12 GiB of memory)
 	$(PYTEST) -m slow --timeout 600 tests/service/test_large.py
@@ -77,8 +77,7 @@ proto: $(VENV)/.dev ## Write the messages of gRPC again from service/inference/p
 	cd service/inference/proto && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. inference.proto
 
 audit: $(VENV)/.dev ## Ask the advisory database (online) about every pinned version
-	$(PIP) -e '.[audit]'
-	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+	$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off -s osv -r constraints.txt
 
 sbom: $(VENV)/.dev ## Write sbom.json (CycloneDX): what is installed in VENV, with versions and licences
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import parts, record
 from benchmarks.clients import Clients
-from benchmarks.gpu_service import Load, metrics, stages, total
+from benchmarks.gpu_service import Load, metrics, normal, put, stages, total
 from benchmarks.load import OnGpus, free_port, on_gpus
 from benchmarks.parts import Row
 from benchmarks.transfers import Peer
@@ -287,11 +287,41 @@ def _check(a: Any, b: Any, out: Any) -> tuple[str, float]:
     return ("" if result.ok else str(result)), float(result.worst)
 
 
-# -- a worker on each -------------------------------------------------------------------------------------------
-
-
-#: What two workers' copies of the operands and results take.
+#: What operands and results take.
 ROOM = ("--arena-bytes", "16GiB", "--store-memory-bytes", "12GiB", "--store-disk-bytes", "64GiB")
+
+
+# -- the same behind /gemm --------------------------------------------------------------------------------------
+
+
+def kept(count: int, size: int, rounds: int) -> Iterator[Row]:
+    """Stored operands, D kept: the first product brings shards to the GPUs, later ones find them there."""
+    with on_gpus(*ROOM, devices=",".join(map(str, range(count)))) as service:
+        port = service.port
+        _await_workers(port, count)
+        for name in "ab":
+            put(port, name, normal(size, size, seed=ord(name)))
+        peer = Peer(port)
+        # Ranks start, kernels are loaded; a is there now, b isn't.
+        peer.exchange(
+            "POST", "/gemm?a=handle:a&b=handle:a&variant=sharded&out=handle:d", accept="application/json"
+        )
+        for turn in range(rounds):
+            before = metrics(port)
+            query = "/gemm?a=handle:a&b=handle:b&variant=sharded&out=handle:d"
+            seconds = peer.exchange("POST", query, accept="application/json")
+            after = metrics(port)
+            ways = {way: f'gemm_shards_bytes_total{{way="{way}"}}' for way in ("copied", "exchanged", "kept")}
+            yield {
+                "name": f"/gemm sharded {size}³ fp16 over {count} GPUs, product {turn + 1} with these handles",
+                "seconds": seconds,
+                "flops_per_second": 2.0 * size**3 / seconds,
+                "stages": stages(before, after),
+                "shards_bytes": {way: after[key] - before[key] for way, key in ways.items()},
+            }
+
+
+# -- a worker on each -------------------------------------------------------------------------------------------
 
 
 def workers(count: int, size: int, seconds: float) -> Iterator[Row]:
@@ -446,7 +476,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=8.0, help="length of a throughput window")
     record.add_places(parser, "gpus")
-    parts.add_choice(parser, ["links", "sharded", "workers"])
+    parts.add_choice(parser, ["links", "sharded", "kept", "workers"])
     options = parser.parse_args()
     count = options.gpus or torch.cuda.device_count()
     details = {
@@ -458,6 +488,7 @@ def main() -> int:
     measured: parts.Parts = {
         "links": lambda: links(count),
         "sharded": lambda: sharded(count, options.size, options.rounds),
+        "kept": lambda: kept(count, options.size, options.rounds),
         "workers": lambda: workers(count, options.worker_size, options.seconds),
     }
     return parts.run("gpus", measured, options, details=details, packages=PACKAGES)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import resource
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from service.services import Services
 from service.settings import Settings, SettingsError
 from service.store import LocalStore, TensorStore
 from service.supervisor import Options, Supervisor
+from service.team import Spread
 from service.tls import Certificates
 from service.version import version
 
@@ -205,7 +207,18 @@ def options_of(settings: Settings) -> Options:
         ),
         workers=settings.workers,
         awake=None if settings.awake_ms is None else settings.awake_ms / 1e3,
+        shard_bytes=settings.shard_bytes,
+        spread=spread_of(settings),
     )
+
+
+def spread_of(settings: Settings) -> Spread | None:
+    """Where ranks are if not beside the workers. SettingsError where what that needs isn't installed."""
+    if settings.ray_address is None:
+        return None
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError("ray_address: needs the extra ray: pip install 'gemm-service[ray]'")
+    return Spread(settings.ray_address, settings.ray_ranks)
 
 
 async def drain(services: Services) -> None:

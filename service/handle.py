@@ -31,6 +31,7 @@ from service.messages import (
     Batch,
     BatchDone,
     Drain,
+    Failed,
     Fetch,
     Forget,
     Hung,
@@ -116,6 +117,8 @@ class Handle:
     on_report: Callable[[Handle, Report], None]
     state: State = State.STOPPED
     detail: str = ""
+    #: Why the last one that wasn't ready left, in its own words.
+    failure: str = ""
     ready: Ready | None = None
     flights: dict[int, Flight] = field(default_factory=dict)
     residency: Residency | None = None
@@ -160,21 +163,21 @@ class Handle:
                 break
             self.failures += 1
             if status == EXIT_NEEDS_PERSON:
-                self.state, self.detail = State.DOWN, "the device needs a person; see the worker's log"
+                why = self.failure or "see the worker's log"
+                self.state, self.detail = State.DOWN, f"the device needs a person: {why}"
                 log.error("worker %d stays down: %s", self.index, self.detail)
                 return
             delay = min(self.times.backoff_first * 2 ** (self.failures - 1), self.times.backoff_most)
-            self.state, self.detail = (
-                State.BACKOFF,
-                f"ended with status {status}, starts again in {delay:.1f} s",
-            )
+            why = f" ({self.failure})" if self.failure else ""
+            self.state = State.BACKOFF
+            self.detail = f"ended with status {status}{why}, starts again in {delay:.1f} s"
             log.warning("worker %d %s", self.index, self.detail)
             await asyncio.sleep(delay)
         self.state = State.STOPPED
 
     async def _life(self) -> int:
         """One process from start to end; returns its exit status (negative: the signal)."""
-        self._reason = "start_failed"
+        self._reason, self.failure = "start_failed", ""
         try:
             process, ours, pidfd = self._spawn()
         except OSError as error:
@@ -294,6 +297,8 @@ class Handle:
                 self._answered(message)
             case Report():
                 self.on_report(self, message)
+            case Failed():
+                self.failure = message.why
             case Ready():
                 self.ready, self.state, self.detail = message, State.READY, ""
                 self._reason, self._ponged = "crash", time.monotonic()

@@ -129,6 +129,12 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish what was sent, then leave with exit status 0."""
 
 
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Why the worker leaves before it was ready."""
+
+    why: str
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Sent once, after a verified GEMM on the reference. `device` holds the fields of kernels.device.Device."""
 
@@ -141,7 +147,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class ItemDone(msgspec.Struct, frozen=True, array_like=True):
     """How one item ended. `code` is "" where D was computed, else a code of service.errors with its detail.
 
-    `kept`: D stays in the device's memory, under its tensor's name, until it is fetched and settled, or forgotten.
+    `kept`: D stays in the device's memory, under its tensor's name, until it is fetched and settled, or forgotten. A
+    rank of a sharded product keeps its rows so, which the arena has too.
     """
 
     id: int
@@ -158,6 +165,9 @@ class BatchDone(msgspec.Struct, frozen=True, tag="batch_done"):
 
     `host`: further seconds of the worker, from the batch's arrival to this: taking it apart, launching, and what is
     before it in the lanes.
+
+    `shards`: bytes of operands of a sharded product by how its ranks had them: copied (to a rank), exchanged
+    (between ranks), kept (from a product before).
     """
 
     id: int
@@ -166,6 +176,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag="batch_done"):
     flops: dict[str, float]
     busy: dict[str, float]
     host: float = 0.0
+    shards: dict[str, int] = {}
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
@@ -184,8 +195,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """What the worker tells unasked, for metrics: the device's memory by state (cached, only, reserved), variants that
-    are quarantined and why, and what was read of the device.
+    """What the worker tells unasked, for metrics: the device's memory by state (cached, only, reserved; a rank's
+    shards), variants that are quarantined and why, and what was read of the device.
     """
 
     device_bytes: dict[str, int] = {}
@@ -197,4 +208,4 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 ToWorker = Batch | Ping | Ask | Forget | Fetch | Settled | Map | Unmap | Hung | Drain
-ToFront = Ready | BatchDone | Pong | Answer | Report
+ToFront = Ready | Failed | BatchDone | Pong | Answer | Report

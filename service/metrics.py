@@ -46,6 +46,8 @@ REJECTIONS = (
 )
 
 RESTARTS = ("crash", "hang", "start_failed", "device")
+#: How ranks of a sharded product had their operands: copied to them, from rank to rank, from a product before.
+SHARD_WAYS = ("copied", "exchanged", "kept")
 QUARANTINES = ("wrong", "hang", "fault", "untested")
 
 _DURATIONS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -114,6 +116,8 @@ class Metrics:
         registry.register(self._live)
         self._add_requests()
         self._add_workers()
+        for way in SHARD_WAYS:
+            self.shards.labels(way)
         for reason in REJECTIONS:
             self.rejected.labels(reason)
         for reason in RESTARTS:
@@ -150,6 +154,9 @@ class Metrics:
         self.batch_requests = histogram("gemm_batch_requests", "Requests in a batch.", buckets=_SIZES)
         self.rejected = counter("gemm_rejected", "Requests refused, by reason.", ["reason"])
         self.choices = counter("gemm_variant_choices", "Choices of the selector.", ["variant", "reason"])
+        self.shards = counter(
+            "gemm_shards_bytes", "Bytes of operands of sharded products, by how ranks had them.", ["way"]
+        )
         self.placements = counter(
             "gemm_placements", "Batches by worker and why it was chosen.", ["worker", "reason"]
         )

@@ -173,6 +173,22 @@ class Settings(BaseModel):
         0, ge=0, le=64, description="Worker processes, 1 to 64; 0: one a visible GPU, or one on a CPU"
     )
 
+    shard_bytes: Bytes = Field(
+        0,
+        description="Stored tensors that each rank of sharded products keeps; 0: a quarter of its device's memory",
+    )
+    ray_address: str | None = Field(
+        None,
+        min_length=1,
+        description="Ray cluster that places the ranks of sharded products: auto or HOST:PORT; goes with ray_ranks",
+    )
+    ray_ranks: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Ranks there, 2 to 1024, each with a GPU (with a CPU where device is cpu)",
+    )
+
     # Memory and bodies.
     arena_bytes: Bytes = Field(
         0,
@@ -338,6 +354,10 @@ class Settings(BaseModel):
             name, other = ("journal", "store") if self.store is None else ("store", "journal")
             raise ValueError(
                 f"{name}: goes with {other}: fronts share both, or each keeps its own in its data folder"
+            )
+        if (self.ray_address is None) != (self.ray_ranks == 0) or self.ray_ranks == 1:
+            raise ValueError(
+                "ray_ranks: it and ray_address go together, and a product is shared by 2 ranks or more"
             )
         if self.uds is not None and len(os.fsencode(self.uds)) > 107:
             raise ValueError("uds: the path must be shorter than 108 bytes, as the kernel has it")

@@ -33,7 +33,7 @@ from service.outcome import Outcome
 from service.place import stored
 from service.regions import Regions
 from service.tally import Tally
-from service.team import VARIANT, Team, together, too_large, why_not
+from service.team import VARIANT, Spread, Team, together, too_large, why_not
 
 log = logging.getLogger("gemm.supervisor")
 
@@ -50,7 +50,8 @@ class _Waiting:
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a supervisor runs: batch limits, queue bounds, worker times and arguments, batches sent ahead, and for
-    how many seconds who waits stays awake for a GPU (see service.awake; None: as the machine allows).
+    how many seconds who waits stays awake for a GPU (see service.awake; None: as the machine allows); what ranks of
+    sharded products keep, and where they are if not beside the workers.
     """
 
     limits: Limits
@@ -61,6 +62,8 @@ class Options:
     ahead: int = 2
     patience: float = 30.0
     awake: float | None = 0.0
+    shard_bytes: int = 0
+    spread: Spread | None = None
 
 
 class Supervisor:
@@ -114,11 +117,21 @@ class Supervisor:
             hang=options.times.hang,
         )
         self.team = Team(
-            arena, self.regions, [handle.place for handle in self.handles], options.arguments, options.times
+            arena,
+            self.regions,
+            [handle.place for handle in self.handles],
+            (*options.arguments, "--shard-bytes", str(options.shard_bytes)),
+            options.times,
+            options.spread,
         )
         metrics.live("gemm_queue_depth", "Requests that wait for a worker.", lambda: float(self.queue.depth))
         metrics.live(
             "gemm_queue_seconds", "Estimated seconds of the work that waits.", lambda: self.queue.seconds
+        )
+        metrics.live(
+            "gemm_shards_kept_bytes",
+            "Bytes of stored tensors' shards on ranks of sharded products.",
+            lambda: float(self.team.kept_nbytes),
         )
         metrics.live(
             "gemm_workers_ready", "Workers that take work.", lambda: float(len(self.dispatcher.ready()))
@@ -241,11 +254,11 @@ class Supervisor:
         if work.params.variant == VARIANT:
             return True
         larger = work.params.variant == "auto" and too_large(work, self.handles)
-        return larger and why_not(work, self.handles) is None
+        return larger and why_not(work, self.handles, self.options.spread) is None
 
     async def _submit_sharded(self, work: Work, admitting: float) -> Outcome:
         try:
-            if (because := why_not(work, self.handles)) is not None:
+            if (because := why_not(work, self.handles, self.options.spread)) is not None:
                 raise ServiceError("unsupported", because, field="variant")
             for operand in stored(work):
                 await self.kept.bring(operand.tensor)
@@ -261,7 +274,8 @@ class Supervisor:
 
         done = together(await self.team.submit(work, begin))
         (item,) = done.items
-        self.tally.count(self.handles, [work], done, time.monotonic())
+        here = self.handles if self.options.spread is None else []
+        self.tally.count(here, [work], done, time.monotonic())
         for watcher in self.watchers:
             watcher((work,), done)
         seconds = sum(done.seconds.values())
@@ -396,11 +410,12 @@ class Supervisor:
         self.kept.forget(tensors)
         for handle in self.handles:
             handle.forget(tensors)
+        self.team.forget(tensors)
 
     def _unmap(self, region: int) -> None:
         for handle in self.handles:
             handle.unmap(region)
-        self.team.forget(region)
+        self.team.unmap(region)
 
     # -- inner --------------------------------------------------------------------------------------------------
 

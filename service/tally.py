@@ -62,6 +62,8 @@ class Tally:
             self.metrics.flops.labels(variant).inc(flops)
         for variant, busy in done.busy.items():
             self.metrics.kernel_busy.labels(variant).inc(busy)
+        for way, nbytes in done.shards.items():
+            self.metrics.shards.labels(way).inc(nbytes)
         for item in done.items:
             if not item.code:
                 self.metrics.choice(item.variant, item.reason)

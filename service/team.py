@@ -1,8 +1,8 @@
 """Products over several devices: receives one at a time, hands it to a rank on each device, brings the outcome back.
 
-Ranks are processes beside the workers, started when the first such product comes. So what goes wrong among them costs
-the workers nothing: when a rank ends, fails or hangs, all of them are ended, the product fails clearly, and the next
-one starts new ranks.
+Ranks are processes beside the workers, or on the nodes of a Ray cluster behind one process beside the workers,
+started when the first such product comes. So what goes wrong among them costs the workers nothing: when a rank ends,
+fails or hangs, all of them are ended, the product fails clearly, and the next one starts new ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.batch import Work
 from service.errors import ServiceError
 from service.gpus import Place
 from service.handle import Flight, Handle, State, Times
-from service.messages import Batch, BatchDone, Item
+from service.messages import Batch, BatchDone, Item, Report
 from service.regions import Regions
 
 log = logging.getLogger("gemm.supervisor")
@@ -35,18 +35,37 @@ DEVICE_SHARE = 0.9
 WAITING = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Ranks that a Ray cluster places: its address, and how many."""
+
+    address: str
+    ranks: int
+
+
 def too_large(work: Work, workers: Sequence[Handle]) -> bool:
     """Whether no GPU of these workers that are ready has room for it."""
     rooms = [w.ready.device["memory_bytes"] for w in workers if w.ready and w.residency is not None]
     return bool(rooms) and work.nbytes > DEVICE_SHARE * min(rooms)
 
 
-def why_not(work: Work, workers: Sequence[Handle]) -> str | None:
-    """Why ranks on these workers' devices can't take it; None where they can."""
-    ranks = len(workers)
+def why_not(work: Work, workers: Sequence[Handle], spread: Spread | None = None) -> str | None:
+    """Why ranks, on these workers' devices or spread over a cluster, can't take it; None where they can."""
+    ranks = len(workers) if spread is None else spread.ranks
+    if spread is None and (because := _no_ranks(workers)) is not None:
+        return because
+    if not len(work.out.shape) == len(work.a.shape) == len(work.b.shape) == 2:
+        return "a sharded product has no batch"
+    if min(work.out.shape) < ranks:
+        return f"a sharded product has at least {ranks} rows and columns, one for each rank"
+    return None
+
+
+def _no_ranks(workers: Sequence[Handle]) -> str | None:
+    """Why there can't be a rank on each of these workers' devices."""
     on_gpus = any(worker.residency is not None for worker in workers)
-    devices = len({worker.place for worker in workers}) if on_gpus else ranks
-    if devices < max(ranks, 2):
+    devices = len({worker.place for worker in workers}) if on_gpus else len(workers)
+    if devices < max(len(workers), 2):
         return (
             f"a sharded product needs two workers or more, each with a device of its own; there are {devices}"
         )
@@ -54,10 +73,6 @@ def why_not(work: Work, workers: Sequence[Handle]) -> str | None:
         return "a sharded product needs whole GPUs, not MIG slices"
     if not all(worker.ready.versions.get("torch") for worker in workers if worker.ready):
         return "a sharded product needs torch"
-    if not len(work.out.shape) == len(work.a.shape) == len(work.b.shape) == 2:
-        return "a sharded product has no batch"
-    if min(work.out.shape) < ranks:
-        return f"a sharded product has at least {ranks} rows and columns, one for each rank"
     return None
 
 
@@ -71,6 +86,7 @@ def together(answers: Sequence[BatchDone]) -> BatchDone:
         {stage: max(answer.seconds.get(stage, 0.0) for answer in answers) for stage in stages},
         {VARIANT: sum(answer.flops.get(VARIANT, 0.0) for answer in answers)},
         {VARIANT: sum(answer.busy.get(VARIANT, 0.0) for answer in answers)},
+        shards={way: sum(answer.shards.get(way, 0) for answer in answers) for way in first.shards},
     )
 
 
@@ -84,12 +100,19 @@ class _Product:
 
 
 class Team:
-    """One rank for each of `places`, on the front's event loop."""
+    """One rank for each of `places`, or those of `spread` behind one process, on the front's event loop."""
 
     def __init__(
-        self, arena: Arena, regions: Regions, places: Sequence[Place], arguments: Sequence[str], times: Times
+        self,
+        arena: Arena,
+        regions: Regions,
+        places: Sequence[Place],
+        arguments: Sequence[str],
+        times: Times,
+        spread: Spread | None = None,
     ) -> None:
-        self.places = places
+        self.places = places if spread is None else [Place(0)]
+        self.spread = spread
         self._arena = arena
         self._regions = regions
         self._arguments = arguments
@@ -101,6 +124,7 @@ class Team:
         self._lives: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._ended = ""
+        self._kept: dict[int, int] = {}
         self._product: _Product | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._stopped = False
@@ -109,6 +133,11 @@ class Team:
     def pids(self) -> list[int]:
         """Process ids of the ranks that run."""
         return [handle.pid for handle in self._handles if handle.pid is not None]
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of shards that ranks keep between products."""
+        return sum(self._kept.values())
 
     async def submit(self, work: Work, began: Callable[[], None]) -> list[BatchDone]:
         """What each rank says of the product. `began` is called when they have it.
@@ -141,17 +170,21 @@ class Team:
             task.exception()  # who asked may have left
 
     async def _take_turn(self, work: Work, began: Callable[[], None]) -> list[BatchDone]:
+        left = None if work.deadline is None else work.deadline - time.monotonic()
         try:
-            async with self._turn:
+            async with asyncio.timeout(left) as limit, self._turn:
                 if self._stopped:
                     raise ServiceError("draining", "the service is shutting down", retry_after=1.0)
                 await self._come()
                 if work.deadline is not None and work.deadline <= time.monotonic():
-                    raise ServiceError(
-                        "deadline", "the deadline passed before the ranks began", field="deadline_ms"
-                    )
+                    raise TimeoutError
+                limit.reschedule(None)  # what ranks have begun is finished
                 began()
                 return await self._compute(work)
+        except TimeoutError:
+            raise ServiceError(
+                "deadline", "the deadline passed before the ranks began", field="deadline_ms"
+            ) from None
         finally:
             work.release()
 
@@ -191,11 +224,13 @@ class Team:
                 raise ServiceError("no_worker", f"{why} before all were ready", retry_after=5.0)
 
     def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="gemm-ranks-")
-        together = (
-            *("--ranks", str(len(self.places)), "--rank-seconds", str(self._times.start)),
-            *("--rendezvous", str(Path(self._folder.name) / "meet")),
-        )
+        together = ["--rank-seconds", str(self._times.start)]
+        if self.spread is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="gemm-ranks-")
+            meet = str(Path(self._folder.name) / "meet")
+            together += ["--ranks", str(len(self.places)), "--rendezvous", meet]
+        else:
+            together += ["--ranks", str(self.spread.ranks), "--ray", self.spread.address]
         self._handles = [
             Handle(
                 rank,
@@ -207,7 +242,7 @@ class Team:
                 on_ready=lambda handle, ready: self._changed.set(),
                 on_done=self._on_done,
                 on_end=self._on_end,
-                on_report=lambda handle, report: None,
+                on_report=self._on_report,
             )
             for rank, place in enumerate(self.places)
         ]
@@ -220,6 +255,7 @@ class Team:
         if self._lives:
             await asyncio.wait(self._lives)
         self._handles, self._lives, self._ended = [], [], ""
+        self._kept.clear()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -238,7 +274,12 @@ class Team:
                 await task
         await self._end()
 
-    def forget(self, region: int) -> None:
+    def forget(self, tensors: tuple[str, ...]) -> None:
+        """Stored content is gone or replaced: ranks drop its shards."""
+        for handle in self._handles:
+            handle.forget(tensors)
+
+    def unmap(self, region: int) -> None:
         """A client's memory is gone."""
         for handle in self._handles:
             handle.unmap(region)
@@ -252,15 +293,20 @@ class Team:
         code, detail = done.items[0].code, done.items[0].detail
         if code:
             # The others wait for this rank in vain.
-            product.future.set_exception(ServiceError(code, f"rank {handle.index}: {detail}"))
+            who = "" if self.spread is not None else f"rank {handle.index}: "
+            product.future.set_exception(ServiceError(code, f"{who}{detail}"))
             return
         product.left.discard(handle.index)
         product.answers.append(done)
         if not product.left:
             product.future.set_result(product.answers)
 
+    def _on_report(self, handle: Handle, report: Report) -> None:
+        self._kept[handle.index] = report.device_bytes.get("shards", 0)
+
     def _on_end(self, handle: Handle, reason: str, flights: list[Flight]) -> None:
-        self._ended = self._ended or f"rank {handle.index} of {len(self.places)} ended ({reason})"
+        who = "the ranks" if self.spread is not None else f"rank {handle.index} of {len(self.places)}"
+        self._ended = self._ended or f"{who} ended ({handle.failure or reason})"
         # One by one: `handle.kill_for_good` also keeps `Handle.run` from starting another in its place.
         for each in self._handles:
             each.kill_for_good()

@@ -39,6 +39,7 @@ from service.messages import (
     Ask,
     Batch,
     Drain,
+    Failed,
     Fetch,
     Forget,
     Hung,
@@ -84,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         driver.start(link.send)
     except CannotStart as reason:
         log.error("can't start on %s: %s", arguments.device, reason)
+        link.send(Failed(str(reason)))
         return EXIT_NEEDS_PERSON if reason.needs_person else EXIT_CANNOT_START
     link.send(Ready(os.getpid(), asdict(driver.device), _versions(driver), driver.stacking))
     descriptors = socket.socket(fileno=arguments.descriptors)
@@ -108,13 +110,20 @@ def open_driver(device: str, backend: str, index: int, memory: Memory) -> Driver
 
 
 def open_rank(arguments: argparse.Namespace, memory: Memory) -> Driver:
-    """The driver of one rank of products over several devices."""
+    """The driver of one rank of products over several devices, or of all of them in a Ray cluster."""
+    if arguments.ray:
+        from service.drivers.spread import Cluster, SpreadDriver
+
+        cluster = Cluster(
+            arguments.ray, arguments.ranks, arguments.device, arguments.backend, arguments.shard_bytes
+        )
+        return SpreadDriver(memory, cluster, arguments.rank_seconds)
     from service.drivers.shard import Rank, ShardDriver
 
     on_gpu = arguments.device == "cuda" or (arguments.device == "auto" and _gpus())
     gpu = arguments.index if on_gpu else None
     library = "auto" if on_gpu else arguments.backend
-    rank = Rank(arguments.rank, arguments.ranks, arguments.rendezvous, gpu, library)
+    rank = Rank(arguments.rank, arguments.ranks, arguments.rendezvous, gpu, library, arguments.shard_bytes)
     return ShardDriver(memory, rank, arguments.rank_seconds)
 
 
@@ -282,6 +291,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=0, help="which of them")
     parser.add_argument("--rendezvous", default="", help="file by which ranks find each other")
     parser.add_argument("--rank-seconds", type=float, default=120.0, help="how long they may take for that")
+    parser.add_argument("--shard-bytes", type=int, default=0, help="what a rank keeps between products")
+    parser.add_argument("--ray", default="", help="the Ray cluster that places all ranks")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--awake-seconds", type=float, default=0.0, help="longest wait without sleep")

@@ -142,7 +142,7 @@ def image(clone: Path) -> Iterator[Path]:
                 (shutil.copytree if (clone / name).is_dir() else shutil.copy2)(clone / name, into)
             continue
         rest = (
-            rest.replace("[torch,grpc]", "[grpc]")
+            rest.replace("'.[torch,", "'.[")
             .replace("/opt/", f"{opt}/")
             .replace("python -m venv", "PY -m venv")
         )

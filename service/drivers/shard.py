@@ -1,13 +1,12 @@
 """One rank of a product over several devices: receives the whole product, computes its rows of D with the others.
 
 Every rank maps the arena, so each takes its rows of A and columns of B from there and writes its rows of D there;
-between devices blocks of B travel (kernels.sharded). A rank that fails leaves the others waiting: the front ends
-them all.
+between devices blocks of B travel (kernels.sharded). What stays on the device is service.drivers.shards'. A rank that
+fails leaves the others waiting: the front ends them all.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,15 +16,12 @@ from typing import Any
 
 from kernels.device import Device, describe_cpu, describe_cuda
 from kernels.problem import Unsupported
-from kernels.sharded import RankLost, gemm_sharded, split
+from kernels.sharded import RankLost
 from service.drivers.base import CannotStart, problem_of
+from service.drivers.shards import VARIANT, Shards, cut, named, reason_of, shard_budget, spans, tensor_of
 from service.memory import Memory, operands_of, unmapped
 from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
 
-log = logging.getLogger("gemm.worker")
-
-#: What this way of computing is called in requests and replies.
-VARIANT = "sharded"
 #: Rows of a matrix that is no whole run of memory are brought to a GPU in panels of this size.
 PANEL_BYTES = 256 << 20
 
@@ -35,6 +31,7 @@ class Rank:
     """Which of how many ranks this is, the file by which they find each other, and the GPU's index.
 
     Without a GPU (None) `reference` names the CPU's library: a worker's choice, so that bits are those of a worker.
+    It keeps up to `shard_bytes` of shards; 0: a share of the device's memory.
     """
 
     number: int
@@ -42,6 +39,7 @@ class Rank:
     rendezvous: str
     gpu: int | None
     reference: str = "auto"
+    shard_bytes: int = 0
 
 
 class ShardDriver:
@@ -56,6 +54,8 @@ class ShardDriver:
         self._seconds = seconds
         self.device: Device
         self._torch: Any
+        self._shards: Shards
+        self._report: Callable[[Report], None]
 
     @property
     def backend(self) -> str:
@@ -88,22 +88,25 @@ class ShardDriver:
                 world_size=self._rank.count,
                 timeout=timedelta(seconds=self._seconds),
             )
-            self._verify()
+            self._shards = self._made_shards()
+            self._shards.verify()
         except (RuntimeError, RankLost) as error:
             raise CannotStart(f"the ranks don't find each other: {error}") from None
+        self._report = report
         report(Report())
 
-    def _verify(self) -> None:
-        """A product of random numbers by all ranks, each checking its rows in float64."""
-        torch = self._torch
-        random = torch.Generator().manual_seed(1)
-        m, n, k = 130 * self._rank.count, 70 * self._rank.count, 90
-        a, b = torch.randn(m, k, generator=random), torch.randn(k, n, generator=random)
-        rows, columns = self._spans(m)[self._rank.number], self._spans(n)[self._rank.number]
-        d = gemm_sharded(a[rows].to(self._place), b[:, columns].to(self._place))
-        want = a[rows].double() @ b.double()
-        if not torch.allclose(d.cpu().double(), want, rtol=1e-4, atol=1e-3):
-            raise CannotStart("the ranks compute wrong products together", needs_person=True)
+    def _made_shards(self) -> Shards:
+        on_cpu = self._rank.gpu is None
+        library = self._rank.reference
+        return Shards(
+            self._rank.number,
+            self._rank.count,
+            self._place,
+            self._rank.shard_bytes or shard_budget(self.device, self._rank.count if on_cpu else 1),
+            "auto" if library == "auto" else f"reference-{library}",
+            # A CPU reads them in the arena, where they may be replaced by others once the product is done.
+            mapped=("a", "c", "bias") if on_cpu else (),
+        )
 
     def submit(self, batch: Batch, done: Callable[[BatchDone], None]) -> None:
         """Compute this rank's rows of the one item."""
@@ -111,89 +114,62 @@ class ShardDriver:
         seconds: dict[str, float] = {}
         flops: dict[str, float] = {}
         ended = self._missing(item)
+        shards: dict[str, int] = {}
         if ended is None:
-            ended = self._guarded(item, seconds, flops)
+            ended = self._guarded(item, seconds, flops, shards)
         busy = {VARIANT: seconds["kernel"]} if "kernel" in seconds else {}
-        done(BatchDone(batch.id, (ended,), seconds, flops, busy))
+        self._report(Report(device_bytes={"shards": self._shards.nbytes}))
+        done(BatchDone(batch.id, (ended,), seconds, flops, busy, shards=shards))
 
     def _missing(self, item: Item) -> ItemDone | None:
         if all(self._memory.holds(operand.region) for operand in operands_of(item)):
             return None
         return unmapped(item)
 
-    def _guarded(self, item: Item, seconds: dict[str, float], flops: dict[str, float]) -> ItemDone:
+    def _guarded(
+        self, item: Item, seconds: dict[str, float], flops: dict[str, float], shards: dict[str, int]
+    ) -> ItemDone:
         try:
-            self._run(item, seconds)
+            kept = self._run(item, seconds, shards)
         except Unsupported as reason:
             return ItemDone(item.id, "unsupported", reason.because)
         except RankLost as error:
             return ItemDone(item.id, "no_worker", f"a rank of the product is gone: {error}"[:300])
         except (MemoryError, self._torch.cuda.OutOfMemoryError):
             return ItemDone(item.id, "no_room", "a device has no memory for its part of this product")
-        problem = problem_of(item)
-        rows = self._spans(problem.m)[self._rank.number]
-        flops[VARIANT] = 2.0 * (rows.stop - rows.start) * problem.n * problem.k
+        flops[VARIANT] = self._shards.flops(problem_of(item))
         why = f"rows of A and columns of B over {self._rank.count} ranks, blocks of B by {self.backend}"
-        chosen = "asked" if item.params.variant == VARIANT else "only"
-        return ItemDone(item.id, "", "", VARIANT, chosen, why)
+        return ItemDone(item.id, "", "", VARIANT, reason_of(item), why, kept)
 
-    def _run(self, item: Item, seconds: dict[str, float]) -> None:
-        params, problem = item.params, problem_of(item)
-        rows = self._spans(problem.m)[self._rank.number]
-        columns = self._spans(problem.n)[self._rank.number]
+    def _run(self, item: Item, seconds: dict[str, float], shards: dict[str, int]) -> bool:
+        """Whether D stays here too."""
         began = time.perf_counter()
-        a, b = self._tensor(item.a), self._tensor(item.b)
-        a = self._bring((a.t() if params.trans_a else a)[rows])
-        b = self._bring((b.t() if params.trans_b else b)[:, columns])
-        c = None if item.c is None else self._bring(self._tensor(item.c).reshape(problem.m, problem.n)[rows])
-        bias = None if item.bias is None else self._tensor(item.bias)
-        if bias is not None:
-            bias = self._bring(bias if params.bias_dim == "n" else bias[rows])
-        d = self._tensor(item.out)[rows]
+        parts = self._shards.bring(item, lambda name: self._bring(item, name))
+        d = tensor_of(self._memory, item.out)[spans(item.out.shape[0], self._rank.count)[self._rank.number]]
         self._wait()
         brought = time.perf_counter()
-        local = d if self._rank.gpu is None else self._torch.empty(d.shape, dtype=d.dtype, device=self._place)
-        gemm_sharded(
-            a,
-            b,
-            c=c,
-            bias=bias,
-            out=local,
-            alpha=params.alpha,
-            beta=params.beta,
-            bias_dim=params.bias_dim,
-            activation=params.activation,
-            precision=params.precision,
-            batch_invariant=params.batch_invariant,
-            variant="auto" if self._rank.reference == "auto" else f"reference-{self._rank.reference}",
-        )
+        on_cpu = self._rank.gpu is None
+        local = d if on_cpu else self._torch.empty(d.shape, dtype=d.dtype, device=self._place)
+        self._shards.multiply(item, parts, local)
+        shards |= parts.shards
         self._wait()
         computed = time.perf_counter()
-        if local is not d:
+        kept = False
+        if not on_cpu:
             d.copy_(local)
-            del a, b, c, bias, local
+            kept = self._shards.keep_result(item, local)
+            del parts, local
             self._torch.cuda.empty_cache()  # the worker beside this rank needs the memory between products
         ended = time.perf_counter()
         seconds |= {"copy_in": brought - began, "kernel": computed - brought, "copy_out": ended - computed}
+        return kept
 
-    def _spans(self, extent: int) -> list[slice]:
-        """Each rank's part of an extent; none is empty where there are as many elements as ranks."""
-        parts = split(extent, self._rank.count, 128 if extent >= 128 * self._rank.count else 1)
-        starts = [sum(parts[:rank]) for rank in range(self._rank.count)]
-        return [slice(start, start + part) for start, part in zip(starts, parts, strict=True)]
-
-    def _tensor(self, operand: Operand) -> Any:
-        """A view of an operand in the arena."""
-        torch = self._torch
-        kind = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[operand.dtype]
-        if not operand.nbytes:
-            return torch.empty(operand.shape, dtype=getattr(torch, kind))
-        return torch.frombuffer(self._memory.view(operand), dtype=getattr(torch, kind)).reshape(operand.shape)
-
-    def _bring(self, x: Any) -> Any:
-        """`x` on this rank's device: as it is on a CPU."""
+    def _bring(self, item: Item, name: str) -> Any:
+        """This rank's part of an operand on its device. On a CPU all but B stay as they are in the arena."""
+        whole = tensor_of(self._memory, named(item)[name])
+        x = cut(item, name, whole, self._rank.number, self._rank.count)
         if self._rank.gpu is None:
-            return x
+            return x.clone(memory_format=self._torch.contiguous_format) if name == "b" else x
         if x.is_contiguous() or x.t().is_contiguous():
             return x.to(self._place, non_blocking=True)
         there = self._torch.empty(x.shape, dtype=x.dtype, device=self._place)
@@ -211,14 +187,15 @@ class ShardDriver:
         raise ValueError(f"a rank can't answer {what!r}")
 
     def forget(self, tensors: Sequence[str]) -> None:
-        """Nothing is kept from product to product."""
+        """Drop their shards."""
+        self._shards.forget(tensors)
 
     def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
         """D goes to the arena at once."""
-        fetched("a rank keeps no results")
+        fetched("a rank has no result that the arena hasn't")
 
     def settled(self, tensors: Sequence[str]) -> None:
-        """Nothing was kept."""
+        """The arena has what a rank keeps."""
 
     def hung(self) -> None:
         """Which rank held the others up isn't known here; the front ends them all."""

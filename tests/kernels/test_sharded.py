@@ -7,12 +7,13 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 
 from kernels import gemm
-from kernels.sharded import Layout, RankLost, gemm_sharded, split
+from kernels.sharded import Gathered, Layout, RankLost, gemm_sharded, split
 
 
 def test_parts_are_multiples_of_a_tile_and_cover_everything() -> None:
@@ -56,6 +57,13 @@ def rank_main(rank: int, port: int, job: str, answers: Any) -> None:
         if job == "whole":
             d = gemm_sharded(a, b, c=x["c"][rows], bias=x["bias"], alpha=0.5, beta=2.0, activation="relu")
             answers.put((rank, d.numpy()))
+        elif job == "again":
+            gathered, told = Gathered(), []
+            for turn in range(4):
+                if turn == 2 and rank == 1:
+                    gathered.blocks.clear()  # as one whose memory was needed
+                told.append((gemm_sharded(a, b, gathered=gathered).numpy(), gathered.received))
+            answers.put((rank, told))
         elif job == "unfit":
             gemm_sharded(a if rank != 1 else a[:, :-1], b)
         elif rank == 1:
@@ -90,6 +98,19 @@ def test_three_ranks_with_uneven_shards_give_what_one_process_gives_bit_for_bit(
     want = gemm(x["a"], x["b"], c=x["c"], bias=x["bias"], alpha=0.5, beta=2.0, activation="relu")
     got = torch.cat([torch.from_numpy(answers[rank]) for rank in range(3)])
     assert torch.equal(got, want)
+
+
+@pytest.mark.ci
+def test_blocks_that_were_gathered_do_not_move_again_unless_a_rank_lacks_one() -> None:
+    answers = run("again", 3)
+    x = operands(torch.float32)
+    want = gemm(x["a"], x["b"]).numpy()
+    for turn in range(4):
+        assert np.array_equal(np.concatenate([answers[rank][turn][0] for rank in range(3)]), want)
+    of_others = [4 * 70 * (sum(COLUMNS) - own) for own in COLUMNS]
+    for rank in range(3):
+        received = [nbytes for _, nbytes in answers[rank]]
+        assert received == [of_others[rank], 0, of_others[rank], 0]
 
 
 @pytest.mark.ci

@@ -21,7 +21,10 @@ import psutil
 import pytest
 import yaml
 
-from tests.service.real import ROOT, raw, result
+from benchmarks.drills.traffic import WEIGHT as STORED
+from benchmarks.drills.traffic import KeepAlive, Tally, Traffic, nothing_lost
+from tests.service import shared
+from tests.service.real import ROOT, raw, raw_tensor, result
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, about its use of other packages
@@ -40,7 +43,16 @@ PASSING = (500, 502, 503, 504)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def stores() -> Iterator[dict[str, Any]]:
+    """Settings that name an S3 server and a PostgreSQL, whose credentials all nodes have in their environment."""
+    with shared.postgres() as postgres, shared.s3() as s3, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environ().items():
+            patch.setenv(name, value)
+        yield {"store": s3.bucket(), "journal": postgres.database(), "lease_seconds": 3, "shared_seconds": 10}
+
+
+@pytest.fixture(scope="module")
+def cluster(stores: dict[str, Any]) -> Iterator[Any]:
     """A head without GPUs, and two nodes of two each."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     made = Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 0, "include_dashboard": False})
@@ -64,9 +76,9 @@ def url(cluster: Any) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def deploy(folder: Path, **arguments: Any) -> None:
+def deploy(folder: Path, more: dict[str, Any] | None = None, **arguments: Any) -> None:
     settings = {"device": "cpu", "backend": "numpy", "arena_bytes": "64MiB", "local": "false"}
-    settings |= {"data": str(folder), "log_level": "warning"}
+    settings |= {"data": str(folder), "log_level": "warning", **(more or {})}
     serve.run(application(Arguments(settings=settings, num_cpus=0.5, **arguments)), route_prefix="/")
 
 
@@ -186,6 +198,70 @@ def test_it_scales_with_load_and_a_node_killed_under_load_loses_nothing(
     assert load.wrong == []
     assert all(answered > 30 for answered in load.answered)
     print(f"{sum(load.answered)} answers, {len(load.refused) - before} tries refused around the death")
+
+
+class Persistent(KeepAlive):
+    """Asks again where it is told that a node dies; a wrong answer or any other refusal is a failure at once."""
+
+    def __init__(self, url: str, number: int, tally: Tally) -> None:
+        super().__init__(url, number, tally)
+        self.walks = self.passed = 0
+        self.http.event_hooks = {"response": [self._look]}
+
+    @staticmethod
+    def _look(reply: httpx.Response) -> None:
+        if reply.status_code in PASSING:
+            raise httpx.HTTPStatusError("passing", request=reply.request, response=reply)
+
+    def walk(self) -> None:
+        super().walk()
+        self.walks += 1
+
+    def _do(self, kind: str, ask: Callable[[], None]) -> bool:
+        def until_answered() -> None:
+            end = time.monotonic() + 90
+            while True:
+                try:
+                    return ask()
+                except (httpx.TransportError, httpx.HTTPStatusError):
+                    if time.monotonic() > end:
+                        raise
+                    self.passed += 1
+                    time.sleep(0.2)
+
+        return super()._do(kind, until_answered)
+
+
+def test_replicas_that_share_stores_lose_nothing_when_a_node_is_killed_under_load(
+    cluster: Any, url: str, tmp_path: Path, stores: dict[str, Any]
+) -> None:
+    while len(cluster.worker_nodes) < 2:
+        cluster.add_node(**NODE, num_gpus=2)
+    deploy(tmp_path, stores, num_gpus=1, min_replicas=3, max_replicas=3)
+    until(lambda: httpx.get(f"{url}/health/ready").status_code == 200, 60, "ready")
+    until(lambda: all(replicas(node) for node in cluster.worker_nodes), 90, "a replica on each node")
+    assert httpx.put(f"{url}/tensors/weight", **raw_tensor(STORED)).status_code in (200, 201)
+    tally = Tally()
+    clients = [Persistent(url, number, tally) for number in range(4)]
+
+    def go_on(walks: int) -> None:
+        wanted = [client.walks + walks for client in clients]
+        until(
+            lambda: all(client.walks >= want for client, want in zip(clients, wanted, strict=True)),
+            120,
+            f"{walks} walks a client: {[client.walks for client in clients]}, {tally.failures[:3]}",
+        )
+
+    with Traffic(clients):  # type: ignore[arg-type]
+        go_on(8)
+        victim = max(cluster.worker_nodes, key=lambda node: len(replicas(node)))
+        dying = replicas(victim)
+        cluster.remove_node(victim, allow_graceful=False)
+        until(lambda: not any(process.is_running() for process in dying), 60, "the node's replicas are gone")
+        go_on(25)
+    assert not tally.failures
+    print(f"{tally.total} requests well, {sum(client.passed for client in clients)} tries refused")
+    print(nothing_lost(url, tally))
 
 
 def test_two_replicas_share_a_gpu(cluster: Any, url: str, tmp_path: Path) -> None:

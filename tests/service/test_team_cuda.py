@@ -43,8 +43,16 @@ def test_sharded_products_over_all_gpus(tmp_path: Path) -> None:
         for name in ("x", "y"):
             large = random.standard_normal((16384, 16384), dtype=np.float32).astype(np.float16)
             assert service.put(name, large).status_code in (200, 201)
+        seen = []
         for _ in range(3):
             assert post(service, a={"handle": "x"}, b={"handle": "y"}, out={"handle": "d"}) == 200
+            ways = ("copied", "exchanged", "kept")
+            seen.append([service.metric("gemm_shards_bytes_total", way=way) for way in ways])
+        # Shards stay on the GPUs: the second product neither copied nor exchanged any, and its D is there as well.
+        assert seen[1][:2] == seen[2][:2] == seen[0][:2]
+        assert seen[1][2] > seen[0][2]
+        assert post(service, a={"handle": "d"}, b={"handle": "y"}, out={"handle": "dy"}) == 200
+        assert service.metric("gemm_shards_bytes_total", way="copied") == seen[2][0]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             victim = ranks(service)[0]
             victim.suspend()

@@ -77,6 +77,53 @@ def test_bias_along_m_and_two_at_once_take_turns(service: Service) -> None:
     np.testing.assert_allclose(d, A[:2] @ B + BIAS[:2, None], rtol=1e-10, atol=1e-9)
 
 
+def moved(service: Service) -> dict[str, float]:
+    ways = ("copied", "exchanged", "kept")
+    return {way: service.metric("gemm_shards_bytes_total", way=way) for way in ways}
+
+
+def test_blocks_of_a_stored_operand_do_not_move_again_until_it_is_replaced(service: Service) -> None:
+    for times in (1.0, -2.0):  # stored, then replaced
+        assert service.put("again", B * times).status_code in (200, 201)
+        first = moved(service)
+        want = sharded(service, A, "again")
+        np.testing.assert_allclose(want, A @ (B * times), rtol=1e-10, atol=1e-9)
+        second = moved(service)
+        assert second["copied"] - first["copied"] == B.nbytes  # each rank its block,
+        assert second["exchanged"] - first["exchanged"] == B.nbytes  # and that of the other
+        assert sharded(service, A, "again").tobytes() == want.tobytes()
+        third = moved(service)
+        assert {way: third[way] - second[way] for way in third} == {
+            **{"copied": 0, "exchanged": 0, "kept": 2 * B.nbytes}
+        }
+        kept = service.metric("gemm_shards_kept_bytes")
+        assert kept >= 2 * B.nbytes
+    assert service.http.delete("/tensors/again").status_code < 300
+    assert sharded(service, A, B).shape == (301, 257)  # tells of what ranks keep, once they have forgotten
+    assert service.metric("gemm_shards_kept_bytes") == kept - 2 * B.nbytes
+
+
+def test_a_deadline_counts_while_others_have_the_ranks(service: Service) -> None:
+    sharded(service, A, B)
+    for rank in ranks(service):
+        rank.suspend()
+    try:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            before = service.metric("gemm_queue_wait_seconds_count")
+            asked = pool.submit(sharded, service, A, B)
+            service.until(
+                lambda: service.metric("gemm_queue_wait_seconds_count") > before, what="the ranks have it"
+            )
+            late = service.gemm(A, B, variant="sharded", deadline_ms=300)
+            assert (late.status_code, late.json()["code"]) == (504, "deadline")
+            for rank in ranks(service):
+                rank.resume()
+            np.testing.assert_allclose(asked.result(60), A @ B, rtol=1e-10, atol=1e-9)
+    finally:
+        for rank in ranks(service):
+            rank.resume()
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stands_still_is_a_clear_error_and_the_service_goes_on(
     tmp_path: Path, blow: signal.Signals
