@@ -31,6 +31,8 @@ log = logging.getLogger("gemm.supervisor")
 VARIANT = "sharded"
 #: A product that touches more than this share of a device's memory goes to all devices together.
 DEVICE_SHARE = 0.9
+#: Share of the seconds for a start in which ranks are to be placed and to find each other; the rest is for imports.
+RANKS_SHARE = 0.75
 #: Products that may wait for their turn.
 WAITING = 64
 
@@ -224,7 +226,8 @@ class Team:
                 raise ServiceError("no_worker", f"{why} before all were ready", retry_after=5.0)
 
     def _start(self) -> None:
-        together = ["--rank-seconds", str(self._times.start)]
+        # Less than what they have as processes, so that they say why they don't get together before they are ended.
+        together = ["--rank-seconds", str(RANKS_SHARE * self._times.start)]
         if self.spread is None:
             self._folder = tempfile.TemporaryDirectory(prefix="gemm-ranks-")
             meet = str(Path(self._folder.name) / "meet")

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
+import httpx
+
 Row = dict[str, Any]
 
 
@@ -83,6 +85,9 @@ def perform(drill: Drill) -> Row:
             outcome, detail = "passed", drill.run(drill.lasts) if drill.lasts else drill.run()
     except (Failed, AssertionError) as error:
         outcome, detail = "failed", str(error)
+    except (OSError, httpx.HTTPError) as error:
+        # A process, a port or a connection that a drill needs and doesn't get.
+        outcome, detail = "failed", f"{type(error).__name__}: {error}"
     return {
         "name": drill.name,
         "outcome": outcome,

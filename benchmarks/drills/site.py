@@ -56,7 +56,11 @@ class Site:
         until(lambda: f"gemm-{place}" in self._up(), seconds, f"front {place} in the proxy")
 
     def _up(self) -> list[str]:
-        rows = [row.split(",") for row in self.tell_proxy("show stat").splitlines()]
+        try:
+            told = self.tell_proxy("show stat")
+        except (FileNotFoundError, ConnectionRefusedError):
+            return []  # HAProxy opens its ports before its socket
+        rows = [row.split(",") for row in told.splitlines()]
         return [row[1] for row in rows if len(row) > 17 and row[17].startswith("UP")]
 
 

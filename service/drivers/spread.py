@@ -48,7 +48,6 @@ class SpreadDriver:
     """See service.drivers.base.Driver; computes one item at a time, on all ranks."""
 
     stacking = False
-    only_queues = False
 
     def __init__(self, memory: Memory, cluster: Cluster, seconds: float) -> None:
         """`seconds`: how long the ranks may take to be placed and to find each other."""

@@ -16,6 +16,9 @@ def test_outcomes() -> None:
 
     row = perform(Drill("bad", bad, 5.0))
     assert (row["outcome"], row["detail"]) == ("failed", "one isn't above two")
+    row = perform(Drill("without", lambda: Path("/nonexistent/socket").read_text(), 5.0))
+    assert row["outcome"] == "failed"
+    assert row["detail"].startswith("FileNotFoundError: ")
 
 
 def test_a_drill_that_does_not_end_fails() -> None:

@@ -166,7 +166,7 @@ def test_a_node_killed_amid_a_product_is_a_clear_error_and_the_team_forms_again_
 
 
 def test_no_room_is_said_within_the_time(cluster: Any, tmp_path: Path) -> None:
-    ranks = ("--ray-address", cluster.address, "--ray-ranks", "64", "--start-seconds", "6")
+    ranks = ("--ray-address", cluster.address, "--ray-ranks", "64", "--start-seconds", "24")
     with running(tmp_path / "data", "--device", "cpu", *ranks) as service:
         service.ready()
         answer = service.gemm(A, B, variant="sharded")
