@@ -35,6 +35,8 @@ T = TypeVar("T")
 CONNECTIONS = 8
 #: Most seconds for making the tables: fronts that start together wait for one another.
 START_SECONDS = 30.0
+#: How soon the server notices that a front's node is gone, which holds locks amid a statement of many until then.
+_KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
 #: After a connection was refused, seconds in which requests are refused without trying.
 DOWN_SECONDS = 0.25
 #: The database's form; a front of another refuses to start.
@@ -304,6 +306,9 @@ class Postgres:
             connection.execute(f"SET statement_timeout = {limit}")
             # What begins and doesn't end (a front that is stopped in its tracks) must not hold locks.
             connection.execute(f"SET idle_in_transaction_session_timeout = {2 * limit}")
+            # Nor one whose node is gone, amid a statement of many: no timeout ends that, only the connection's end.
+            for name, value in _KEEPALIVES.items():
+                connection.execute(f"SET {name} = {value}")
         except psycopg.Error:
             connection.close()
             raise

@@ -53,7 +53,7 @@ class SpreadDriver:
         """`seconds`: how long the ranks may take to be placed and to find each other."""
         self._memory = memory
         self._cluster = cluster
-        self._seconds = seconds
+        self._end = time.monotonic() + seconds
         self._ranks: Ranks
         self._report: Callable[[Report], None]
         self._on_gpus = False
@@ -86,7 +86,7 @@ class SpreadDriver:
                 gpus=self._on_gpus,
                 reference=wanted.reference,
                 shard_bytes=wanted.shard_bytes,
-                seconds=self._seconds,
+                seconds=max(1.0, self._end - time.monotonic()),
             )
         except (OSError, RuntimeError, ray.exceptions.RayError) as error:
             raise CannotStart(f"ranks in the Ray cluster at {wanted.address}: {error}") from None

@@ -242,7 +242,12 @@ class Cable:
             return
         self._writers.add(far_writer)
         try:
-            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer, count=True))
+            # An end that is gone without a word ends the other: nobody else tells it.
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._pump(reader, far_writer))
+                both.create_task(self._pump(far_reader, writer, count=True))
+        except* OSError:
+            pass
         finally:
             for end in (writer, far_writer):
                 self._writers.discard(end)
@@ -251,14 +256,13 @@ class Cable:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, count: bool = False
     ) -> None:
-        with contextlib.suppress(OSError):
-            while piece := await reader.read(1 << 16):
-                await self._open.wait()
-                self.came += len(piece) if count else 0
-                writer.write(piece)
-                await writer.drain()
-            if writer.can_write_eof():
-                writer.write_eof()
+        while piece := await reader.read(1 << 16):
+            await self._open.wait()
+            self.came += len(piece) if count else 0
+            writer.write(piece)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ SOURCES = Path(service.__file__).parent
 NOT_LIMITS = {
     *("port", "metrics_port", "grpc_port", "workers", "start_seconds", "ping_seconds", "hang_seconds"),
     *("lease_seconds", "shared_seconds"),  # between fronts
+    *("shard_bytes", "ray_ranks"),  # where products are computed
 }
 #: What a refusal's `limit=` may read besides constants and settings: a key's own quota or share, memory that a client
 #: lent itself, and names under which settings are handed on.

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -112,6 +117,49 @@ async def test_a_cut_network_is_told_and_mended(postgres: shared.Postgres) -> No
             assert database.up
         await database.write(add)
         await asyncio.to_thread(database.close)
+
+
+def sessions(db: Session) -> list[tuple[Any, ...]]:
+    """State of the others that are at work."""
+    found = db.execute(
+        "SELECT state FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+        "AND state <> 'idle'"
+    )
+    return found.fetchall()
+
+
+async def test_a_front_that_is_gone_amid_a_statement_of_many_holds_no_lock(
+    database: Postgres, postgres: shared.Postgres
+) -> None:
+    """Killed, its connection is reset; where its node is gone, the server asks."""
+    await database.write(add)
+    with shared.cable(postgres.port) as cable:
+        gone = psycopg.connect(database._url.replace(str(postgres.port), str(cable.port)))
+        gone.pgconn.enter_pipeline_mode()
+        gone.pgconn.send_query_params(b"BEGIN", None)
+        gone.pgconn.send_query_params(b"UPDATE counts SET n = 77", None)
+        gone.pgconn.send_flush_request()
+        gone.pgconn.flush()
+        async with asyncio.timeout(10):
+            while await database.read(sessions) != [("active",)]:
+                await asyncio.sleep(0.02)
+        with socket.socket(fileno=os.dup(gone.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with Path(os.devnull).open("r+b") as nothing:  # so that libpq says no farewell
+                os.dup2(nothing.fileno(), gone.fileno())
+        gone.close()
+        await database.write(add)
+        assert await database.read(count) == 2
+        assert await database.read(sessions) == []
+
+    def asks(db: Session) -> int:
+        names = ("idle", "interval", "count")
+        idle, interval, times = (
+            int(db.execute(f"SHOW tcp_keepalives_{name}").fetchone()[0]) for name in names
+        )
+        return idle + interval * times
+
+    assert 0 < await database.read(asks) <= 30
 
 
 async def test_a_restart_between_requests_is_not_noticed(
