@@ -41,6 +41,7 @@ _PATH: dict[str, Any] = {
     "region": {"type": "string", "pattern": "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"},
 }
 _JSON = "application/json"
+_ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {_JSON: {}}}}
 _INFER: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -61,9 +62,9 @@ def route(method: str, path: str, summary: str, application: PlainApp, **options
     endpoint.plain = application  # type: ignore[attr-defined]
     words = path.replace("{", "").replace("}", "").strip("/").split("/")
     name = "_".join(["v2", *words, method.lower()])
-    # Routes that say what their 200 means say all by it: it is empty.
-    options["response_class"] = Response if "responses" in options else JSONResponse
-    options.setdefault("responses", {200: {"content": {_JSON: {}}}})
+    options.setdefault("responses", _ANSWER)
+    answered = options["responses"].get(200, {})
+    options["response_class"] = JSONResponse if "content" in answered else Response
     extra = options.setdefault("openapi_extra", {})
     extra["parameters"] = [
         {"name": name, "in": "path", "required": True, "schema": _PATH[name]}
@@ -151,16 +152,20 @@ async def _server(scope: Scope, receive: Receive, send: Send) -> None:
     await _json(scope, receive, send, server_metadata(_services(scope), scope["app"].version))
 
 
+async def _live(scope: Scope, receive: Receive, send: Send) -> None:
+    await _json(scope, receive, send, {"live": True})
+
+
 async def _ready(scope: Scope, receive: Receive, send: Send) -> None:
     check_ready(_services(scope))
-    await _empty(scope, receive, send)
+    await _json(scope, receive, send, {"ready": True})
 
 
 async def _model_ready(scope: Scope, receive: Receive, send: Send) -> None:
     services = _services(scope)
-    services.inference.repository.ready(*_named(scope))
+    model = services.inference.repository.ready(*_named(scope))
     check_ready(services)
-    await _empty(scope, receive, send)
+    await _json(scope, receive, send, {"name": model.name, "ready": True})
 
 
 async def _metadata(scope: Scope, receive: Receive, send: Send) -> None:
@@ -265,8 +270,8 @@ def _unregister(kind: str) -> PlainApp:
 
 
 _DONE = {200: {"description": "Done"}}
-_NOT_NOW = {200: {"description": "Yes"}, 503: {"description": "Not now"}}
-route("GET", "/health/live", "The front answers", _empty, responses={200: {"description": "Yes"}})
+_NOT_NOW = {**_ANSWER, 503: {"description": "Not now"}}
+route("GET", "/health/live", "The front answers", _live)
 route("GET", "/health/ready", "A worker takes work", _ready, responses=_NOT_NOW)
 route("GET", "", "Name, version and extensions", _server)
 route("GET", "/models/stats", "Statistics of all models", _all_statistics)

@@ -326,6 +326,18 @@ SIZED = tuple({**one, "parameters": {"binary_data_size": 8}} for one in (A, B))
 BYTES = np.array([1, 2, 3, 4], np.float32).tobytes()
 
 
+def test_health_is_told_in_words_too(service: Service) -> None:
+    """To clients that look at more than the status, as KServe's do."""
+    for path, told in (
+        ("/v2/health/live", {"live": True}),
+        ("/v2/health/ready", {"ready": True}),
+        ("/v2/models/gemm_fp16/ready", {"name": "gemm_fp16", "ready": True}),
+        ("/v2/models/gemm/versions/1/ready", {"name": "gemm", "ready": True}),
+    ):
+        reply = service.http.get(path)
+        assert (reply.status_code, reply.json()) == (200, told)
+
+
 def test_json_and_binary_as_bytes(service: Service) -> None:
     assert post(service, message(*LISTED)).json()["outputs"][0]["data"] == [11]
     head = message(*SIZED, parameters={"binary_data_output": True})
