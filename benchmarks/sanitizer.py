@@ -41,7 +41,8 @@ def subjects() -> Iterator[tuple[str, tuple[int, int, int], Launch]]:
     """Name, M, N, K, and how D [M, N] of A [M, K] and B [N, K] is launched."""
     from benchmarks.ladder import launcher, problem_of
     from kernels.hopper.variants import variants
-    from kernels.runtime import Operands, Runtime
+    from kernels.operands import Operands
+    from kernels.runtime import Runtime
 
     for step in HOPPER[:8]:
         sizes = SIZES.get(step.number, RAGGED)

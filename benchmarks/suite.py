@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import kernels.runtime
+import kernels.operands
 from benchmarks.record import RESULTS, spread, write
 from kernels.device import Device, describe_cuda
 from kernels.hopper.variants import Step9, variants
+from kernels.operands import as_packed
 from kernels.problem import DType, Problem
-from kernels.runtime import Runtime, as_packed
+from kernels.runtime import Runtime
 from kernels.selector import choose
 
 SHAPES = (  # batch, m, n, k
@@ -151,7 +152,7 @@ class Ours:
 
         def launch(operands: Operands) -> None:
             a, b, d = operands
-            self.runtime.launch(variant, problem, kernels.runtime.Operands(a, b, d))
+            self.runtime.launch(variant, problem, kernels.operands.Operands(a, b, d))
 
         return launch
 

@@ -161,7 +161,7 @@ def _choice(problem: Problem, device: str, variant: str) -> tuple[Choice, str]:
 
 
 def _packed(problem: Problem) -> Problem:
-    from kernels.runtime import as_packed
+    from kernels.operands import as_packed
 
     return as_packed(problem)
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from kernels import reference
 from kernels.device import describe_cpu
+from kernels.operands import Operands, dtype_of
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem, Unsupported
-from kernels.runtime import Operands, Runtime, dtype_of, runtime
+from kernels.runtime import Runtime, runtime
 from kernels.selector import Choice, choose
 
 

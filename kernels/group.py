@@ -99,16 +99,17 @@ def table(products: Sequence[Product], p: int, q: int, raster: int, encode: Enco
 
     encode: cuTensorMapEncodeTiled. Raises ValueError for an operand that it refuses.
     """
-    tiles = [_tiles(each.problem, p, q) for each in products]
-    ends = list(accumulate(tiles))
+    counts = [tiles(each.problem, p, q) for each in products]
+    ends = list(accumulate(counts))
     out = bytearray(ends_bytes(len(products)))
     struct.pack_into(f"<{len(ends)}i", out, 0, *ends)
-    for each, end, count in zip(products, ends, tiles, strict=True):
+    for each, end, count in zip(products, ends, counts, strict=True):
         out += _record(each, p, q, raster, end - count, encode)
     return bytes(out), ends[-1] if ends else 0
 
 
-def _tiles(problem: Problem, p: int, q: int) -> int:
+def tiles(problem: Problem, p: int, q: int) -> int:
+    """Tiles of p × q in all of a problem's D."""
     return -(-problem.m // p) * -(-problem.n // q) * problem.batch
 
 

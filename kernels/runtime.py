@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from kernels import cublas, family, group
-from kernels.call import Compiled, Strides, code_of
+from kernels import cublas, family, together
+from kernels.call import Compiled, code_of
 from kernels.device import Device, describe_cuda
 from kernels.group import GroupVariant
 from kernels.libraries import FunctionInfo, Libraries, NotBuilt, UntrustedFolder
-from kernels.problem import DType, Problem
-from kernels.selector import Choice, Reason, Variant, choose, invariant_class
+from kernels.operands import Operands, as_packed, maybe_dtype_of, packed, readable
+from kernels.problem import Problem
+from kernels.selector import Choice, Variant, choose, invariant_class
+from kernels.together import Group, Host
 
 log = logging.getLogger("gemm.kernels")
 
@@ -29,7 +31,6 @@ REGISTERS = 65_536  # of an SM
 THREADS = 2_048
 SMEM_RESERVED = 1_024  # a block's, beside its own
 PACK = "pack_16bit"  # packs 16-bit operands several times faster than a strided copy; optional
-TMA_BYTES = 16  # TMA addresses rows and starts in multiples of this
 PLANS = 4_096
 
 Check = Callable[["Runtime", Variant, Problem], str | None]
@@ -37,17 +38,6 @@ Check = Callable[["Runtime", Variant, Problem], str | None]
 
 class NotLoaded(RuntimeError):
     """A kernel is wanted inside a CUDA graph's capture that was never run before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """Device tensors of one product as [batch or 1, rows, columns] views; `d` may be `c`."""
-
-    a: Any
-    b: Any
-    d: Any
-    c: Any = None
-    bias: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +104,8 @@ class Runtime:
         self._lock = threading.RLock()
         self._plan = lru_cache(PLANS)(self._choose_now)
         self._class = lru_cache(PLANS)(self._class_now)
+        self._geometry = lru_cache(PLANS)(self._geometry_now)
+        self._joins = lru_cache(PLANS)(self._may_join_now)
         self._bar_unbuilt()
 
     @classmethod
@@ -177,110 +169,78 @@ class Runtime:
         before: called once all is chosen and checked, right before the launch; a place to record an event.
         """
         tidy = as_packed(problem)
+        kind = _kind(tidy)
         while True:
-            choice = self.choose(tidy, variant)
+            choice = self._plan(kind, variant)
             if choice.variant == cublas.NAME:
                 before()
                 cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
                 return choice
             chosen = self._by_name[choice.variant]
-            wrong = self._unproven(chosen, tidy)
-            if wrong is None:
+            if self.trusts(chosen, tidy):
                 self.launch(chosen, problem, operands, before=before)
                 return choice
-            log.error("variant %s is quarantined: %s", choice.variant, wrong)
-            self.bar(choice.variant, wrong)
 
-    def run_group(
-        self,
-        items: Sequence[tuple[Problem, Operands]],
-        *,
-        before: Callable[[], object] = lambda: None,
-    ) -> list[Choice]:
+    def groups(self, problems: Sequence[Problem], host: Host | None = None) -> list[Group]:
+        """Which of these products, that wait together, gain by sharing a launch. Raises Unsupported.
+
+        host: what launching takes; by default nothing, as where the device has work for longer.
+        """
+        return together.groups(self, problems, host or Host())
+
+    def run_group(self, items: Sequence[tuple[Problem, Operands]]) -> list[Choice]:
         """Queue unlike products on the current stream; returns what computed each, in order. Raises Unsupported.
 
         Those of one input type and layout go into one launch where that is expected to be quicker than one after
         the other. No D may overlap another item's operands. Not to be captured into a CUDA graph: the launch reads
-        a table that lives until it has run. before: as in `run`.
+        a table that lives until it has run.
         """
         choices: dict[int, Choice] = {}
-        for variant, numbers in self._groups([problem for problem, _ in items]):
-            wrong = self._unproven(variant, as_packed(items[numbers[0]][0]))
-            if wrong is not None:
-                log.error("variant %s is quarantined: %s", variant.name, wrong)
-                self.bar(variant.name, wrong)
-                continue
-            before()
-            before = _nothing
-            self.launch_group(variant, [items[number] for number in numbers])
-            seconds = variant.seconds_together([items[n][0] for n in numbers], self.device)
-            why = f"one launch for {len(numbers)} products, {seconds * 1e6:.1f} µs estimated"
-            choices |= dict.fromkeys(
-                numbers, Choice(variant.name, Reason.ESTIMATE, why, seconds / len(numbers))
-            )
+        for each in self.groups([problem for problem, _ in items]):
+            self.launch_group(each.variant, [items[number] for number in each.numbers])
+            choices |= dict.fromkeys(each.numbers, each.choice)
         for number, (problem, operands) in enumerate(items):
             if number not in choices:
-                choices[number] = self.run(problem, operands, before=before)
-                before = _nothing
+                choices[number] = self.run(problem, operands)
         return [choices[number] for number in range(len(items))]
 
-    def _groups(self, problems: Sequence[Problem]) -> list[tuple[GroupVariant, list[int]]]:
-        """Sets of at least two problems, by number, that gain by sharing a launch, and by which kernel."""
-        alike: dict[tuple[DType, bool, bool], list[int]] = {}
-        for number, problem in enumerate(problems):
-            alike.setdefault((problem.dtype, problem.trans_a, problem.trans_b), []).append(number)
-        found = []
-        for numbers in alike.values():
-            if len(numbers) < 2:
-                continue
-            tidy = {n: as_packed(problems[n]) for n in numbers}
-            alone = {n: self.choose(each).seconds for n, each in tidy.items()}
-            best: tuple[float, GroupVariant, list[int]] | None = None
-            for variant in self.grouped:
-                able = [n for n in numbers if self._may_join(variant, tidy[n])]
-                if len(able) < 2:
-                    continue
-                together = variant.seconds_together([tidy[n] for n in able], self.device)
-                saved = sum(alone[n] for n in able) - together
-                if saved > 0 and (best is None or saved > best[0]):
-                    best = saved, variant, able
-            if best is not None:
-                found.append(best[1:])
-        return found
-
-    def _may_join(self, variant: GroupVariant, tidy: Problem) -> bool:
+    def may_join(self, variant: GroupVariant, tidy: Problem) -> bool:
         """Whether a problem may be computed in a group by this kernel, with the bits that were promised."""
+        return self._joins(cast(Hashable, variant), _kind(tidy))
+
+    def _may_join_now(self, kernel: Hashable, tidy: Problem) -> bool:
+        variant = cast(GroupVariant, kernel)
         if variant.name in self._barred or variant.unsupported(tidy, self.device) is not None:
             return False
         if tidy.batch_invariant:
-            order = self._class(replace(_kind(tidy), m=1, batch=1))
+            order = self._class(replace(tidy, m=1, batch=1))
             if variant.name in self._unequal or variant.order(tidy) != order:
                 return False
         return self.has(variant, tidy)
 
     def launch_group(
-        self, variant: GroupVariant, items: Sequence[tuple[Problem, Operands]], *, blocks: int | None = None
+        self,
+        variant: GroupVariant,
+        items: Sequence[tuple[Problem, Operands]],
+        *,
+        blocks: int | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
-        """Queue products of one type and layout as one launch. Raises NotLoaded while a graph is captured."""
-        import torch
+        """Queue products of one type and layout as one launch. Raises NotLoaded while a graph is captured.
 
+        blocks, before: as in `launch`.
+        """
         if _capturing():
             raise NotLoaded(
                 "a group can't be captured into a CUDA graph: its table would be gone by the replay"
             )
         first = as_packed(items[0][0])
         ready = self._load(variant.function(first))
-        prepared = [self._prepare(problem, operands) for problem, operands in items]
-        data, total = group.table(
-            [_product(problem, each) for (problem, _), each in zip(items, prepared, strict=True)],
-            *variant.tile,
-            variant.raster(first, self.device),
-            group.encoder(str(self.libraries.driver)),
-        )
-        host = torch.frombuffer(bytearray(data), dtype=torch.int64)
-        # Page-locked, so that the copy waits for nothing; torch keeps both until the stream is through with them.
-        table = host if self.place == "cpu" else host.pin_memory().to(self.place, non_blocking=True)
-        ready.call(_aligned_table(table), len(items), total, blocks or ready.ctas)
+        prepared = [(problem, self._prepare(problem, operands)) for problem, operands in items]
+        raster = variant.raster(first, self.device)
+        table, tiles = together.table(prepared, variant, raster, str(self.libraries.driver), self.place)
+        before()
+        ready.call(table, len(items), tiles, blocks or ready.ctas)
 
     def _prepare(self, problem: Problem, operands: Operands) -> Operands:
         """Operands as a kernel reads them: packed where TMA can't address them, C and bias in types it knows."""
@@ -290,8 +250,8 @@ class Runtime:
             packed(operands.a, pack, problem.trans_a),
             packed(operands.b, pack, problem.trans_b),
             d,
-            _readable(operands.c).expand(d.shape) if tail.reads_c else None,
-            _readable(operands.bias).contiguous() if tail.bias is not None else None,
+            readable(operands.c).expand(d.shape) if tail.reads_c else None,
+            readable(operands.bias).contiguous() if tail.bias is not None else None,
         )
 
     def launch(
@@ -308,8 +268,7 @@ class Runtime:
         blocks: how many a persistent kernel may use, by default as many as the device holds. before: as in `run`.
         """
         if variant in self.grouped:
-            before()
-            self.launch_group(variant, [(problem, operands)], blocks=blocks)
+            self.launch_group(variant, [(problem, operands)], blocks=blocks, before=before)
             return
         compiled = cast(Compiled, variant)
         fitting = as_packed(problem)
@@ -318,7 +277,7 @@ class Runtime:
             before = _nothing
         given = self._prepare(problem, operands)
         a, b, c, d, bias, tail = given.a, given.b, given.c, given.d, given.bias, problem.epilogue
-        ready = self._load(compiled.function(fitting))
+        ready, fewest, raster = self._geometry(cast(Hashable, compiled), _kind(fitting))
         arguments = (
             a,
             b,
@@ -329,13 +288,19 @@ class Runtime:
             0 if bias is None else bias.data_ptr(),
             tail.alpha,
             tail.beta,
-            code_of(problem, c=_dtype_of(c), bias=_dtype_of(bias)),
+            code_of(problem, c=maybe_dtype_of(c), bias=maybe_dtype_of(bias)),
             problem.batch,
-            blocks or compiled.blocks(fitting, ready.ctas),
-            compiled.raster(fitting, self.device),
+            blocks or fewest,
+            raster,
         )
         before()
         ready.call(*arguments)
+
+    def _geometry_now(self, variant: Hashable, fitting: Problem) -> tuple[_Ready, int, int]:
+        """A variant's function for a problem, its blocks, and the order of its tiles."""
+        compiled = cast(Compiled, variant)
+        ready = self._load(compiled.function(fitting))
+        return ready, compiled.blocks(fitting, ready.ctas), compiled.raster(fitting, self.device)
 
     def _load(self, name: str) -> _Ready:
         ready = self._ready.get(name)
@@ -345,6 +310,14 @@ class Runtime:
             call = self.libraries.load(name)
             ready = self._ready[name] = _Ready(call, resident_blocks(self.libraries.info(name), self.device))
         return ready
+
+    def trusts(self, variant: Variant, problem: Problem) -> bool:
+        """Whether the variant's function was seen right on this device; one that wasn't is barred from now on."""
+        wrong = self._unproven(variant, problem)
+        if wrong is not None:
+            log.error("variant %s is quarantined: %s", variant.name, wrong)
+            self.bar(variant.name, wrong)
+        return wrong is None
 
     def _unproven(self, variant: Variant, problem: Problem) -> str | None:
         """Why the variant's function may not be trusted; None where it was seen right on this device."""
@@ -370,6 +343,7 @@ class Runtime:
     def _forget_plans(self) -> None:
         self._plan.cache_clear()
         self._class.cache_clear()
+        self._joins.cache_clear()
 
     def _class_now(self, problem: Problem) -> str | None:
         return invariant_class(problem, self.device, variants=self.variants, barred=self._barred)
@@ -414,35 +388,6 @@ def _nothing() -> None:
     pass
 
 
-def _product(problem: Problem, given: Operands) -> group.Product:
-    """A product as a table of a group describes it."""
-    a, b, c, d, bias = given.a, given.b, given.c, given.d, given.bias
-    return group.Product(
-        problem,
-        group.Place(a.data_ptr(), a.shape[0], *a.stride()),
-        group.Place(b.data_ptr(), b.shape[0], b.stride(0), b.stride(2), b.stride(1)),
-        d.data_ptr(),
-        d.stride(),
-        0 if c is None else c.data_ptr(),
-        (0, 0, 0) if c is None else c.stride(),
-        0 if bias is None else bias.data_ptr(),
-        code_of(problem, c=_dtype_of(c), bias=_dtype_of(bias)),
-    )
-
-
-def _aligned_table(table: Any) -> Any:
-    """The table at a multiple of 128 bytes, where the driver wants tensor maps: as it is on a GPU."""
-    import torch
-
-    if table.data_ptr() % 128 == 0:
-        return table
-    room = torch.empty(table.numel() + 16, dtype=table.dtype, device=table.device)
-    start = -room.data_ptr() % 128 // 8
-    placed = room[start : start + table.numel()]
-    placed.copy_(table)
-    return placed
-
-
 def resident_blocks(info: FunctionInfo, device: Device) -> int:
     """Thread blocks of a function that the device holds at once."""
     per_sm = min(
@@ -462,91 +407,10 @@ def _kind(problem: Problem) -> Problem:
     return replace(problem, epilogue=plain)
 
 
-def as_packed(problem: Problem) -> Problem:
-    """The problem that an own kernel sees: leading dimensions of A and B in multiples of 16 bytes."""
-    lda, ldb, _, _ = problem.leading
-    step = TMA_BYTES // problem.dtype.itemsize or 1
-    if lda % step or ldb % step:
-        return replace(problem, lda=-(-lda // step) * step, ldb=-(-ldb // step) * step)
-    return problem
-
-
-def packed(x: Any, pack: Callable[..., Any] | None = None, by_column: bool | None = None) -> Any:
-    """`x` [layers, rows, columns] as a kernel takes it: itself where TMA can address it, else a copy with row
-    pitch in multiples of 16 bytes. Strides of size-1 dimensions are made regular.
-
-    by_column: which of the last two dimensions the function wants contiguous (True: rows); by default the one
-    that is. pack: the packing kernel, if it is built. An expanded batch becomes one layer.
-    """
-    import torch
-
-    if x.stride(0) == 0:
-        x = x[:1]
-    layers, rows, columns = x.shape
-    batch, row, column = x.stride()
-    size = x.element_size()
-    if by_column is None:
-        regular = columns == 1 and row % (TMA_BYTES // size) == 0
-        by_column = column != 1 and (row == 1 or rows == 1) and not regular
-    strides = Strides(batch, row, column).normal(layers, rows, columns, column_major=by_column)
-    inner, outer = (strides.row, strides.column) if by_column else (strides.column, strides.row)
-    whole = not any(value * size % TMA_BYTES for value in (outer, strides.batch))
-    if inner == 1 and outer > 0 and whole and not x.data_ptr() % TMA_BYTES:
-        wanted = (strides.batch, strides.row, strides.column)
-        return x if wanted == (batch, row, column) else x.as_strided(x.shape, wanted)
-    pitch = -(-(rows if by_column else columns) * size // TMA_BYTES) * TMA_BYTES // size
-    lines = columns if by_column else rows
-    room = torch.empty((layers, lines, pitch), dtype=x.dtype, device=x.device)
-    copy = room[..., :rows].transpose(1, 2) if by_column else room[..., :columns]
-    if pack is not None and size == 2:
-        line, element = (column, row) if by_column else (row, column)
-        length = rows if by_column else columns
-        pack(room.view(torch.int16), x.data_ptr(), batch, line, element, length, _pack_blocks(room.numel()))
-    else:
-        copy.copy_(x)
-    return packed(copy, by_column=by_column)
-
-
-def _pack_blocks(elements: int) -> int:
-    """Blocks of 256 threads that write 8 elements each at a time, up to eight times an SM of the largest chips."""
-    return max(1, min(1184, elements // 2048))
-
-
-def _readable(x: Any) -> Any:
-    """C or bias in a type that kernels read: fp64 is rounded to the compute type first, as they'd do."""
-    import torch
-
-    return x.float() if x.dtype == torch.float64 else x
-
-
 def _capturing() -> bool:
     import torch
 
     return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())
-
-
-def _dtype_of(x: Any) -> DType | None:
-    return None if x is None else dtype_of(x)
-
-
-def dtype_of(x: Any) -> DType:
-    """The service's name of a torch tensor's dtype."""
-    found = _names().get(x.dtype)
-    if found is None:
-        raise TypeError(f"there are fp16, bf16, fp32 and fp64, not {x.dtype}")
-    return found
-
-
-@cache
-def _names() -> Mapping[Any, DType]:
-    import torch
-
-    return {
-        torch.float16: DType.FP16,
-        torch.bfloat16: DType.BF16,
-        torch.float32: DType.FP32,
-        torch.float64: DType.FP64,
-    }
 
 
 def check_function(runtime: Runtime, variant: Variant, problem: Problem) -> str | None:

@@ -67,7 +67,7 @@ def everything(
 
 def together(runtime: Runtime, variant: GroupVariant, kind: Problem) -> str | None:
     """Why a grouped kernel is wrong for unlike products of these types and layouts in one launch, or None."""
-    from kernels.runtime import Operands
+    from kernels.operands import Operands
 
     group = []
     for number, (m, n, k, tail, _) in enumerate(CASES):
@@ -104,7 +104,7 @@ def failure(
 
 def _takes(runtime: Runtime, variant: Variant, problem: Problem) -> bool:
     """Whether the variant takes the problem, once packed, and its function is built."""
-    from kernels.runtime import as_packed
+    from kernels.operands import as_packed
 
     fitting = as_packed(problem)
     return variant.unsupported(fitting, runtime.device) is None and runtime.has(variant, fitting)
@@ -149,7 +149,7 @@ def launch(
     blocks: int | None = None,
 ) -> Array:
     """D of one variant, computed on the device (by so many blocks), on the host."""
-    from kernels.runtime import Operands
+    from kernels.operands import Operands
 
     operands = Operands(*device_operands(runtime, problem, a, b, c, bias))
     if variant.name == cublas.NAME:

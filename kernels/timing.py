@@ -37,7 +37,8 @@ def launcher(arch: str, step: Step, problem: Problem, ctas: int) -> Launch:
         function = load(Libraries(arch), step, problem.dtype)
         return lambda a, b, d: function(a, b, d, ctas)
     from kernels import family
-    from kernels.runtime import Operands, Runtime
+    from kernels.operands import Operands
+    from kernels.runtime import Runtime
 
     runtime = Runtime.of(0)
     usable = [

@@ -170,7 +170,7 @@ def tune_gpu(runtime: Runtime, problems: Sequence[Problem]) -> Iterator[Timed]:
     """Time every variant that may run on a GPU."""
     import torch
 
-    from kernels.runtime import as_packed
+    from kernels.operands import as_packed
 
     usable = [each for each in runtime.variants if each.name not in runtime.barred]
     for problem in problems:
@@ -193,7 +193,7 @@ def tune_gpu(runtime: Runtime, problems: Sequence[Problem]) -> Iterator[Timed]:
 def _gpu_sets(problem: Problem, place: str) -> Iterator[Any]:
     import torch
 
-    from kernels.runtime import Operands
+    from kernels.operands import Operands
 
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
     shapes = _stored(problem)

@@ -14,8 +14,9 @@ from typing import Any
 from kernels import device, family
 from kernels.group import GroupVariant
 from kernels.libraries import Libraries
+from kernels.operands import Operands
 from kernels.problem import Problem
-from kernels.runtime import Check, Operands, Runtime, _Ready
+from kernels.runtime import Check, Runtime, _Ready
 from kernels.selector import Variant
 from kernels.virtual.host import host, on_device, run
 from kernels.virtual.machine import Options
@@ -70,12 +71,17 @@ class VirtualRuntime(Runtime):
             super().launch(variant, problem, operands, blocks=blocks, before=before)
 
     def launch_group(
-        self, variant: GroupVariant, items: Sequence[tuple[Problem, Operands]], *, blocks: int | None = None
+        self,
+        variant: GroupVariant,
+        items: Sequence[tuple[Problem, Operands]],
+        *,
+        blocks: int | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         """Execute one launch for several products. Raises Misbehaved."""
         with self._launching:
             self._tensors = {}
-            super().launch_group(variant, items, blocks=blocks)
+            super().launch_group(variant, items, blocks=blocks, before=before)
 
     def _prepare(self, problem: Problem, operands: Operands) -> Operands:
         given = super()._prepare(problem, operands)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kernels.operands import Operands
 from kernels.problem import BiasDim, Problem, Unsupported
-from kernels.runtime import Operands
 
 #: Most rows or columns of one launch, well below 2³¹ and a multiple of every tile.
 LARGEST = 1 << 30

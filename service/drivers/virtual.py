@@ -88,7 +88,7 @@ class VirtualDriver(CpuDriver):
             return super()._run_one(item, tally)
 
         def run(choice: Choice) -> None:
-            from kernels.runtime import Operands
+            from kernels.operands import Operands
 
             a, b, d = (_layers(self._array(x)) for x in (item.a, item.b, item.out))
             c = None if item.c is None else _layers(self._array(item.c))

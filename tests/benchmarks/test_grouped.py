@@ -6,8 +6,8 @@ from benchmarks import grouped
 from kernels.device import H200
 from kernels.hopper.variants import grouped as kernels
 from kernels.hopper.variants import variants
+from kernels.operands import as_packed
 from kernels.problem import Problem
-from kernels.runtime import as_packed
 from kernels.selector import choose
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks import suite
 from kernels.device import H200
 from kernels.hopper.variants import variants
+from kernels.operands import as_packed
 from kernels.problem import DType
-from kernels.runtime import as_packed
 from kernels.selector import choose
 
 

@@ -89,7 +89,7 @@ def test_repeats_have_equal_bits(gpu: Runtime) -> None:
 
 def test_own_kernels_run_where_they_are_meant_to(gpu: Runtime) -> None:
     for shape in ((4096, 4096, 4096), (16, 8192, 8192), (4095, 4097, 4100), (1000, 3000, 500)):
-        from kernels.runtime import as_packed
+        from kernels.operands import as_packed
 
         for invariant in (True, False):
             choice = gpu.choose(as_packed(Problem(*shape, batch_invariant=invariant)))
@@ -195,7 +195,7 @@ def test_a_wrong_variant_is_quarantined_and_the_answer_is_right(
     monkeypatch.setattr(Runtime, "launch", off_by_one)
     a, b = torch.randn(1, 256, 256, device="cuda").half(), torch.randn(1, 256, 256, device="cuda").half()
     d = torch.empty(1, 256, 256, device="cuda", dtype=torch.half)
-    from kernels.runtime import Operands
+    from kernels.operands import Operands
 
     choice = fresh.run(problem, Operands(a, b, d))
     assert choice.variant != first

@@ -17,8 +17,9 @@ from kernels import runtime as module  # noqa: E402
 from kernels.device import Device  # noqa: E402
 from kernels.elementwise import activate, narrow, quiet  # noqa: E402
 from kernels.libraries import FunctionInfo, NotBuilt  # noqa: E402
+from kernels.operands import Operands, packed  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
-from kernels.runtime import Operands, Runtime, packed, resident_blocks  # noqa: E402
+from kernels.runtime import Runtime, resident_blocks  # noqa: E402
 from kernels.selector import Reason, Variant  # noqa: E402
 from kernels.verify import check  # noqa: E402
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kernels.operands import Operands
 from kernels.problem import BiasDim, DType, Epilogue, Problem, Unsupported
-from kernels.runtime import Operands
 from service.drivers.tiles import tiles
 
 DICE = np.random.default_rng(4)

@@ -12,8 +12,8 @@ pytest.importorskip("cutlass")
 
 from kernels import family, selftest  # noqa: E402
 from kernels.build import build  # noqa: E402
+from kernels.operands import Operands, as_packed  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem  # noqa: E402
-from kernels.runtime import Operands, as_packed  # noqa: E402
 from kernels.verify import check  # noqa: E402
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
