@@ -8,12 +8,14 @@ Writes benchmarks/results/<machine>/service.json. The kernels must be built (`py
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -247,8 +249,11 @@ def probe(seconds: float) -> Iterator[Row]:
             scraper = threading.Thread(target=_scrape, args=(port, served_ratio, stop))
             scraper.start()
             load.run(share, SETTLE)
+            counter = CycleCounter()
             began = time.perf_counter()
-            flops = load.run(share, seconds)
+            with ThreadPoolExecutor(1) as pool:
+                metrics_meanwhile = pool.submit(gpm_metrics, str(properties.uuid))
+                flops = load.run(share, seconds, meanwhile=counter.look)
             ended = time.perf_counter()
             stop.set()
             scraper.join()
@@ -258,23 +263,103 @@ def probe(seconds: float) -> Iterator[Row]:
             if not mine or not theirs:
                 raise SystemExit(f"no readings: {[each for _, each in readings[-3:]]}")
             ratio = statistics.mean(each.active for each in mine)
-            clock = statistics.mean(each.sm_clock_mhz for each in mine) * 1e6
+            rate = properties.multi_processor_count * TENSOR_FLOPS_A_CYCLE
             achieved = flops / (ended - began)
-            implied = (
-                statistics.mean(theirs) * properties.multi_processor_count * TENSOR_FLOPS_A_CYCLE * clock
-            )
+            # The clock that NVML tells is set, not counted: beside it stands what an SM counted meanwhile.
+            clocks = {
+                "told": statistics.mean(each.sm_clock_mhz for each in mine) * 1e6,
+                "counted": statistics.mean(counter.clocks) * 1e6 if counter.clocks else None,
+            }
+            implied = {name: statistics.mean(theirs) * rate * hz for name, hz in clocks.items() if hz}
             yield {
                 "name": f"tensor-core activity, {name} load",
                 "metric": statistics.mean(theirs),
                 "second_reader": ratio,
                 "points_apart": 100 * abs(statistics.mean(theirs) - ratio),
                 "readings": len(mine),
-                "sm_clock_mhz": clock / 1e6,
+                "clock_hertz": clocks,
                 "achieved_flops_per_second": achieved,
                 "implied_flops_per_second": implied,
-                "implied_over_achieved": implied / achieved if flops else None,
+                "implied_over_achieved": {key: value / achieved for key, value in implied.items()}
+                if flops
+                else None,
+                "gpm": metrics_meanwhile.result(),
             }
         second.stop()
+
+
+class CycleCounter:
+    """The clock of an SM as it counts its own cycles, beside whatever else runs: one thread on a stream of its own."""
+
+    CYCLES = 20_000_000  # about 10 to 16 ms
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._stream = torch.cuda.Stream()
+        self._running: tuple[Any, Any] | None = None
+        #: MHz.
+        self.clocks: list[float] = []
+
+    def look(self) -> None:
+        """Note the count that has ended, if one has, and begin the next."""
+        torch: Any = self._torch
+        if self._running is not None:
+            begun, ended = self._running
+            if not ended.query():
+                return
+            self.clocks.append(self.CYCLES / begun.elapsed_time(ended) / 1e3)
+        self._running = begun, ended = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            begun.record()
+            torch.cuda._sleep(self.CYCLES)
+            ended.record()
+
+
+#: Metrics of NVML's performance monitoring that tell what the ratio is made of, by their numbers. Those from 248 on are
+#: counts since the machine's start, which newer drivers have.
+GPM = {
+    "any_tensor": 5, "hmma": 7, "sm": 2, "sm_cycles_elapsed": 248, "sm_cycles_active": 249, "mma_cycles": 250,
+    "hmma_cycles": 252,
+}  # fmt: skip
+
+
+def gpm_metrics(uuid: str, seconds: float = 0.3) -> dict[str, Any]:
+    """Each metric of two stretches of so many seconds from now on, or why NVML refuses it."""
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    try:
+        device = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        samples = [nvml.nvmlGpmSampleAlloc() for _ in range(3)]
+        for number, sample in enumerate(samples):
+            if number:
+                time.sleep(seconds)
+            nvml.nvmlGpmSampleGet(device, sample)
+        found: dict[str, Any] = {"seconds": seconds}
+        for name, metric in GPM.items():
+            found[name] = [_gpm(nvml, metric, *pair) for pair in itertools.pairwise(samples)]
+        for sample in samples:
+            nvml.nvmlGpmSampleFree(sample)
+        return found
+    except nvml.NVMLError as error:
+        return {"refused": str(error)}
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpm(nvml: Any, metric: int, before: Any, after: Any) -> float | str:
+    query = nvml.c_nvmlGpmMetricsGet_t()
+    query.version, query.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
+    query.sample1, query.sample2 = before, after
+    query.metrics[0].metricId = metric
+    try:
+        nvml.nvmlGpmMetricsGet(query)
+    except nvml.NVMLError as error:
+        return str(error)
+    status = query.metrics[0].nvmlReturn
+    return float(query.metrics[0].value) if status == nvml.NVML_SUCCESS else f"status {status}"
 
 
 class Load:
@@ -303,23 +388,28 @@ class Load:
         event.record()
         return event
 
-    def run(self, share: float, seconds: float) -> float:
-        """Compute in `share` of the time; FLOPs done."""
+    def run(self, share: float, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> float:
+        """Compute in `share` of the time; FLOPs done. meanwhile: called after each burst is queued."""
         end = time.perf_counter() + seconds
         if not share:
-            time.sleep(seconds)
+            while time.perf_counter() < end:
+                meanwhile()
+                time.sleep(0.01)
             return 0.0
         bursts = 0
         if share < 1.0:
             while time.perf_counter() < end:
                 began = time.perf_counter()
-                self._burst().synchronize()
+                burst = self._burst()
+                meanwhile()
+                burst.synchronize()
                 time.sleep((time.perf_counter() - began) * (1.0 / share - 1.0))
                 bursts += 1
             return bursts * self.BURST * self._flops
         ahead: list[Any] = []
         while time.perf_counter() < end:
             ahead.append(self._burst())
+            meanwhile()
             bursts += 1
             if len(ahead) > 2:
                 ahead.pop(0).synchronize()

@@ -1,7 +1,9 @@
 """Tensor-core activity as the hardware counts it: receives a GPU, hands on a ratio with the SM clock beside it.
 
 NVML's GPU performance monitoring (Hopper and later): the metric ANY_TENSOR_UTIL between two samples, which must
-lie more than 100 ms apart. A thread of its own reads it; nothing here is computed from FLOPs.
+lie more than 100 ms apart. It is a share of cycles, not of time, so what goes with it is the mean of the clock over the
+same time: a single look at its end would miss that the clock follows the load. A thread of its own reads both; nothing
+here is computed from FLOPs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 log = logging.getLogger("gemm.worker")
@@ -17,11 +20,13 @@ log = logging.getLogger("gemm.worker")
 SOURCE = "nvml_gpm"
 #: Seconds between samples; NVML wants more than 0.1.
 PERIOD = 0.5
+#: Looks at the clock in that time.
+LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Fraction of cycles (0 to 1) in which any tensor core was active, and the SM clock in MHz; or why not."""
+    """Fraction of cycles (0 to 1) in which any tensor core was active, and the mean SM clock in MHz; or why not."""
 
     active: float | None
     sm_clock_mhz: float | None = None
@@ -75,14 +80,22 @@ class TensorProbe:
         before, after = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
         try:
             self._sample(nvml, gpu, instance, before)
-            while not self._stop.wait(PERIOD):
+            while clocks := self._watch(nvml, gpu):
                 self._sample(nvml, gpu, instance, after)
-                clock = nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
-                tell(Reading(_ratio(nvml, before, after), float(clock)))
+                tell(Reading(_ratio(nvml, before, after), fmean(clocks)))
                 before, after = after, before
         finally:
             nvml.nvmlGpmSampleFree(before)
             nvml.nvmlGpmSampleFree(after)
+
+    def _watch(self, nvml: Any, gpu: Any) -> list[float]:
+        """The SM clock in MHz every now and then for PERIOD seconds; nothing where the thread is to end."""
+        clocks = []
+        for _ in range(LOOKS):
+            if self._stop.wait(PERIOD / LOOKS):
+                return []
+            clocks.append(float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)))
+        return clocks
 
     @staticmethod
     def _sample(nvml: Any, gpu: Any, instance: int | None, into: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ class Nvml(SimpleNamespace):
             freed=0,
             down=0,
             instances=[],
+            clocks=itertools.cycle((1400, 1420)),
         )
 
     def nvmlInit(self) -> None: ...
@@ -73,7 +75,8 @@ class Nvml(SimpleNamespace):
         self.nvmlGpmSampleGet(device, sample)
 
     def nvmlDeviceGetClockInfo(self, device: str, kind: int) -> int:
-        return 1410
+        clock: int = next(self.clocks)
+        return clock
 
     def c_nvmlGpmMetricsGet_t(self) -> Any:
         return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0)])

@@ -32,7 +32,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpm, "PERIOD", 0.01)
 
 
-def test_each_reading_is_of_the_time_since_the_last() -> None:
+def test_each_reading_is_of_the_time_since_the_last_with_the_mean_clock() -> None:
     nvml = Nvml()
     assert readings(nvml, 3) == [Reading(0.25, 1410.0)] * 3
     assert (nvml.freed, nvml.down) == (2, 1)
