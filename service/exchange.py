@@ -154,6 +154,10 @@ class Exchange(RequestResponseCycle):
         """Return when the connection is lost."""
         await self.protocol.lost.wait()
 
+    def when_gone(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back when the connection is lost; what is returned stops that."""
+        return self.protocol.when_lost(callback)
+
     def on_drained(self, callback: Callable[[], None]) -> None:
         """Call back once the transport holds nothing of what was written."""
         self.protocol.on_drained(callback)

@@ -88,6 +88,7 @@ class GemmProtocol(HttpToolsProtocol):
         self.active: Exchange | None = None
         self._filling: asyncio.Future[None] | None = None
         self._drained: list[Callable[[], None]] = []
+        self._when_lost: list[Callable[[], None]] = []
         self._refusal: ServiceError | None = None
         self._head = Head(self)
         self._eof = False
@@ -118,8 +119,17 @@ class GemmProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         super().connection_lost(exc)
         self.lost.set()
+        for callback in tuple(self._when_lost):
+            callback()
         self._end_fill(ClientGone())
         self._run_drained()
+
+    def when_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back when the connection is lost, soon where it is; what is returned stops that."""
+        if self.lost.is_set():
+            return self.loop.call_soon(callback).cancel
+        self._when_lost.append(callback)
+        return lambda: self._when_lost.remove(callback)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client sends no more. It may still read, so what it asked for is answered."""

@@ -6,6 +6,7 @@ reply from there to the socket. Under any other ASGI server the same calls work 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from typing import Any, Protocol
 
@@ -40,6 +41,9 @@ class Native(Protocol):
 
     async def wait_gone(self) -> None:
         """Return when the connection is lost."""
+
+    def when_gone(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back when the connection is lost, unless what is returned was called before."""
 
     def on_drained(self, callback: Callable[[], None]) -> None:
         """Call back once no byte given so far is referred to: sent, or the connection is lost."""
@@ -187,6 +191,18 @@ class Transfer:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone = True
+
+    def when_gone(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back when the client leaves, as `watch_disconnect` has it; what is returned stops that."""
+        if self._native is not None:
+            return self._native.when_gone(callback)
+        watch = asyncio.ensure_future(self.watch_disconnect())
+        watch.add_done_callback(lambda task: None if task.cancelled() else callback())
+
+        def stop() -> None:
+            watch.cancel()
+
+        return stop
 
     async def _fill(self, view: memoryview) -> None:
         at = 0

@@ -62,14 +62,12 @@ async def submit_or_leave(services: Services, transfer: Transfer, work: Work) ->
     assert task is not None
     left = False
 
-    def leave(watch: asyncio.Task[None]) -> None:
+    def leave() -> None:
         nonlocal left
-        if not watch.cancelled():
-            left = True
-            task.cancel()
+        left = True
+        task.cancel()
 
-    watch = asyncio.ensure_future(transfer.watch_disconnect())
-    watch.add_done_callback(leave)
+    stop_watching = transfer.when_gone(leave)
     try:
         return await services.supervisor.submit(work)
     except asyncio.CancelledError:
@@ -78,8 +76,7 @@ async def submit_or_leave(services: Services, transfer: Transfer, work: Work) ->
             raise ClientGone from None
         raise
     finally:
-        watch.remove_done_callback(leave)
-        watch.cancel()
+        stop_watching()
 
 
 async def _gemm(scope: Scope, receive: Receive, send: Send) -> None:
