@@ -8,7 +8,6 @@ Writes benchmarks/results/<machine>/service.json. The kernels must be built (`py
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import numpy as np
 
 from benchmarks import parts, record
 from benchmarks.clients import Clients, Seen
+from benchmarks.cycles import CycleCounter, gpm_metrics
 from benchmarks.load import on_gpus
 from benchmarks.parts import Row
 from benchmarks.transfers import Peer
@@ -286,80 +286,6 @@ def probe(seconds: float) -> Iterator[Row]:
                 "gpm": metrics_meanwhile.result(),
             }
         second.stop()
-
-
-class CycleCounter:
-    """The clock of an SM as it counts its own cycles, beside whatever else runs: one thread on a stream of its own."""
-
-    CYCLES = 20_000_000  # about 10 to 16 ms
-
-    def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
-        self._stream = torch.cuda.Stream()
-        self._running: tuple[Any, Any] | None = None
-        #: MHz.
-        self.clocks: list[float] = []
-
-    def look(self) -> None:
-        """Note the count that has ended, if one has, and begin the next."""
-        torch: Any = self._torch
-        if self._running is not None:
-            begun, ended = self._running
-            if not ended.query():
-                return
-            self.clocks.append(self.CYCLES / begun.elapsed_time(ended) / 1e3)
-        self._running = begun, ended = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self._stream):
-            begun.record()
-            torch.cuda._sleep(self.CYCLES)
-            ended.record()
-
-
-#: Metrics of NVML's performance monitoring that tell what the ratio is made of, by their numbers. Those from 248 on are
-#: counts since the machine's start, which newer drivers have.
-GPM = {
-    "any_tensor": 5, "hmma": 7, "sm": 2, "sm_cycles_elapsed": 248, "sm_cycles_active": 249, "mma_cycles": 250,
-    "hmma_cycles": 252,
-}  # fmt: skip
-
-
-def gpm_metrics(uuid: str, seconds: float = 0.3) -> dict[str, Any]:
-    """Each metric of two stretches of so many seconds from now on, or why NVML refuses it."""
-    import pynvml as nvml
-
-    nvml.nvmlInit()
-    try:
-        device = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        samples = [nvml.nvmlGpmSampleAlloc() for _ in range(3)]
-        for number, sample in enumerate(samples):
-            if number:
-                time.sleep(seconds)
-            nvml.nvmlGpmSampleGet(device, sample)
-        found: dict[str, Any] = {"seconds": seconds}
-        for name, metric in GPM.items():
-            found[name] = [_gpm(nvml, metric, *pair) for pair in itertools.pairwise(samples)]
-        for sample in samples:
-            nvml.nvmlGpmSampleFree(sample)
-        return found
-    except nvml.NVMLError as error:
-        return {"refused": str(error)}
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _gpm(nvml: Any, metric: int, before: Any, after: Any) -> float | str:
-    query = nvml.c_nvmlGpmMetricsGet_t()
-    query.version, query.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
-    query.sample1, query.sample2 = before, after
-    query.metrics[0].metricId = metric
-    try:
-        nvml.nvmlGpmMetricsGet(query)
-    except nvml.NVMLError as error:
-        return str(error)
-    status = query.metrics[0].nvmlReturn
-    return float(query.metrics[0].value) if status == nvml.NVML_SUCCESS else f"status {status}"
 
 
 class Load:

@@ -204,21 +204,26 @@ class Queue:
         return work.stack_key is None and work.seconds >= self.limits.long_seconds
 
     def take(
-        self, head: Work | None = None, *, stacking: bool = True, fits: Callable[[Work], bool] = _any
+        self,
+        head: Work | None = None,
+        *,
+        stacking: bool = True,
+        together: bool = False,
+        fits: Callable[[Work], bool] = _any,
     ) -> Taken | None:
         """Take the next batch out, or that of `head`, of works that `fits` lets run there.
 
-        stacking False: this device's bits differ in a stack, so only who doesn't mind.
+        stacking False: this device's bits differ in a stack, so only who doesn't mind. together: this device computes
+        unlike products in one launch, so those that found nobody to be stacked with go as a group.
         """
         head = head or self.first(fits)
         if head is None:
             return None
-        if head.stack_key is not None and (stacking or not head.params.batch_invariant):
-            works = self._stack(head, fits)
-            stacked = len(works) > 1
-        else:
-            works = self._group(head, fits)
-            stacked = False
+        stackable = head.stack_key is not None and (stacking or not head.params.batch_invariant)
+        works = self._stack(head, fits) if stackable else self._group(head, fits)
+        stacked = stackable and len(works) > 1
+        if together and stackable and not stacked and head.seconds < self.limits.long_seconds:
+            works = self._group(head, fits, single=self._is_single)
         for work in works:
             self.discard(work)
         return Taken(tuple(works), stacked)
@@ -251,16 +256,27 @@ class Queue:
             rows += work.rows
         return works
 
-    def _group(self, head: Work, fits: Callable[[Work], bool]) -> list[Work]:
+    def _group(
+        self, head: Work, fits: Callable[[Work], bool], single: Callable[[Work], bool] | None = None
+    ) -> list[Work]:
+        """`single`: which of those that can be stacked come along; without it they end the group, which keeps order."""
         works: list[Work] = []
         seconds = 0.0
         for work in filter(fits, self._levels[head.priority].values()):
             if works and (seconds + work.seconds > self.limits.group_seconds or work.retries or head.retries):
                 break
             if work is not head and work.stack_key is not None:
-                break
+                if single is None:
+                    break
+                if not single(work):
+                    continue
             works.append(work)
             seconds += work.seconds
             if len(works) >= self.limits.requests:
                 break
         return works
+
+    def _is_single(self, work: Work) -> bool:
+        """Whether nothing waits that it could be stacked with, and it is short."""
+        assert work.stack_key is not None
+        return len(self._stacks[work.stack_key]) == 1 and work.seconds < self.limits.long_seconds

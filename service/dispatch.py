@@ -82,7 +82,8 @@ class Dispatcher:
             handle, why = self._seat(head, seats)
             assert handle.ready is not None
             fits = partial(self._fits, [handle])
-            taken = self.queue.take(head, stacking=handle.ready.stacking, fits=fits)
+            together = handle.residency is not None
+            taken = self.queue.take(head, stacking=handle.ready.stacking, together=together, fits=fits)
             if taken is not None:
                 self._launch(handle, taken, now)
             self.metrics.placed(handle.index, why)

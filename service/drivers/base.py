@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from kernels.device import Device
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Precision, Problem
-from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
+from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Params, Report
 
 
 class CannotStart(Exception):
@@ -95,21 +96,35 @@ class Queue(Driver, Protocol):
 
 def problem_of(item: Item) -> Problem:
     """The item's `Problem`. Operands are as decode checked them: equal batch or batch 1, matching K."""
-    params = item.params
-    a, b = item.a.shape, item.b.shape
+    a, b, out = item.a, item.b, item.out
+    return _problem(
+        a.dtype, a.shape, b.shape, out.shape, item.c is not None, item.bias is not None, item.params
+    )
+
+
+@lru_cache(4096)  # the same products come again and again
+def _problem(
+    dtype: str,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    out: tuple[int, ...],
+    c: bool,
+    biased: bool,
+    params: Params,
+) -> Problem:
     m, k = (a[-1], a[-2]) if params.trans_a else (a[-2], a[-1])
-    batch = item.out.shape[0] if len(item.out.shape) == 3 else 1
-    bias = BiasDim(params.bias_dim) if item.bias is not None else None
+    batch = out[0] if len(out) == 3 else 1
+    bias = BiasDim(params.bias_dim) if biased else None
     return Problem(
         m=m,
-        n=item.out.shape[-1],
+        n=out[-1],
         k=k,
         batch=batch,
-        dtype=DType(item.a.dtype),
+        dtype=DType(dtype),
         out_dtype=DType(params.out_dtype),
         trans_a=params.trans_a,
         trans_b=params.trans_b,
-        epilogue=Epilogue(params.alpha, params.beta, item.c is not None, bias, Activation(params.activation)),
+        epilogue=Epilogue(params.alpha, params.beta, c, bias, Activation(params.activation)),
         precision=Precision(params.precision),
         batch_invariant=params.batch_invariant,
         a_broadcast=batch > 1 and (len(a) == 2 or a[0] == 1),

@@ -21,8 +21,10 @@ import msgspec
 
 from kernels import climb, cublas, predict, probe
 from kernels.device import Device
+from kernels.operands import Operands
 from kernels.problem import DType, Problem, Unsupported
-from kernels.runtime import Operands, Runtime, runtime
+from kernels.runtime import Runtime, runtime
+from kernels.together import Group, Host
 from service.drivers.base import CannotStart, late, problem_asked, problem_of
 from service.drivers.cuda_regions import CudaRegions
 from service.drivers.fetches import Fetches
@@ -32,7 +34,7 @@ from service.drivers.lent import Lent
 from service.drivers.loans import Loans
 from service.drivers.moves import Moves
 from service.drivers.resident import Cache
-from service.drivers.tiles import tiles
+from service.drivers.tiles import LARGEST, tiles
 from service.handle import CACHE_SHARE
 from service.memory import Memory, operands_of, unmapped
 from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
@@ -43,10 +45,15 @@ log = logging.getLogger("gemm.worker")
 LANES = 3
 #: Share of the cache's budget that loans take besides.
 LOAN_SHARE = 0.25
+#: What launching takes in Python: choosing, checking, two events, the call; and a record of a group's table.
+HOST = Host(launch=50e-6, member=25e-6)
 #: Between two looks at what has not ended while the driver is closed.
 CLOSING_SECONDS = 0.001
 #: Exit status after a device error: the context is lost, and with it the process.
 EXIT_DEVICE_FAULT = 5
+
+
+_Moved = tuple[Sequence[Item], Operands | None]
 
 
 class CudaDriver:
@@ -228,11 +235,11 @@ class CudaDriver:
                 flight.ended[item.id] = refusal
         moves = self._moves
         groups = [due] if flight.batch.stacked and len(due) > 1 else [[item] for item in due]
-        moved = [(items, self._guard(flight, items, moves.copy_in)) for items in groups]
+        moved: list[_Moved] = [(items, self._guard(flight, items, moves.copy_in)) for items in groups]
         if "begun" in flight.marks:  # else all operands were here
             moves.mark(flight, "arrived", moves.inward)
             self._compute.wait_event(flight.marks["arrived"])
-        ran = []
+        ran = self._run_together(flight, moved)
         for items, operands in moved:
             if operands is not None and self._guard(flight, items, self._run, operands):
                 ran.append((items, operands.d))
@@ -265,6 +272,47 @@ class CudaDriver:
                 torch.cuda.empty_cache()
         return flight.refuse(items, "no_room", "the GPU has no memory for this product")
 
+    def _run_together(self, flight: Flight, moved: list[_Moved]) -> list[tuple[Sequence[Item], Any]]:
+        """Take those out of `moved` that gain by sharing a launch, and launch them; what ran, with each one's D."""
+        able = [one for one in moved if self._may_join(flight.batch, *one)]
+        if len(able) < 2:
+            return []
+        asked = [(problem_of(items[0]), _expanded(problem_of(items[0]), one)) for items, one in able if one]
+        ran: list[tuple[Sequence[Item], Any]] = []
+        for group in self._runtime.groups([problem for problem, _ in asked], HOST):
+            members = [able[number] for number in group.numbers]
+            items = [item for (item,), _ in members]
+            parts = [asked[number] for number in group.numbers]
+            for one in members:
+                moved.remove(one)
+            if self._guard(flight, items, self._launch_group, group, parts):
+                ran += [([item], operands.d) for item, (_, operands) in zip(items, parts, strict=True)]
+        return ran
+
+    def _may_join(self, batch: Batch, items: Sequence[Item], operands: Operands | None) -> bool:
+        """Whether an item may share a launch: nothing of its own was asked for, and its D is nobody's operand."""
+        first = items[0]
+        return (
+            operands is not None
+            and len(items) == 1
+            and not batch.reference_only
+            and first.params.variant == "auto"
+            and not self._lent.on_device(first.out.region)
+            and operands.d.numel() > 0
+            and max(*operands.d.shape, operands.a.shape[-1]) <= LARGEST
+            and late(first) is None
+        )
+
+    def _launch_group(
+        self, flight: Flight, items: Sequence[Item], group: Group, parts: Sequence[tuple[Problem, Operands]]
+    ) -> bool:
+        begun, ended = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._runtime.launch_group(group.variant, parts, before=begun.record)
+        ended.record()
+        flops = sum(problem.flops for problem, _ in parts)
+        flight.runs.append(Run(items, group.choice, flops, begun, ended))
+        return True
+
     def _run(self, flight: Flight, items: Sequence[Item], operands: Operands) -> bool:
         torch = self._torch
         first = items[0]
@@ -276,8 +324,7 @@ class CudaDriver:
         if len(items) > 1:
             problem = replace(problem, m=operands.a.shape[1])
         wanted = cublas.NAME if flight.batch.reference_only else first.params.variant
-        if problem.epilogue.reads_c and operands.c is not None:
-            operands = replace(operands, c=operands.c.expand(operands.d.shape))
+        operands = _expanded(problem, operands)
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if operands.d.numel():
             # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
@@ -330,7 +377,7 @@ class CudaDriver:
                         "state": "barred" if each.name in barred else "admitted",
                         "detail": barred.get(each.name, self._detail(each.name)),
                     }
-                    for each in self._runtime.variants
+                    for each in (*self._runtime.variants, *self._runtime.grouped)
                 ],
             }
         if what == "choose":
@@ -379,3 +426,10 @@ class CudaDriver:
 
 def _nothing() -> None:
     """Before all launches but the first."""
+
+
+def _expanded(problem: Problem, operands: Operands) -> Operands:
+    """With C of the shape of D, where it is read."""
+    if problem.epilogue.reads_c and operands.c is not None:
+        return replace(operands, c=operands.c.expand(operands.d.shape))
+    return operands

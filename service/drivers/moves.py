@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kernels.runtime import Operands
+from kernels.operands import Operands
 from service.drivers.flight import Flight
 from service.drivers.lent import Lent
 from service.drivers.resident import Cache
 from service.messages import ON_DEVICE, Item, Operand
+
+#: Tensors over parts of a client's device memory that are remembered, a region.
+MOST_VIEWS = 64
 
 
 class Moves:
@@ -40,7 +43,18 @@ class Moves:
         return operand.region in self._lent.data
 
     def here(self, operand: Operand) -> Any:
-        """The operand's bytes where they lie, as a tensor."""
+        """The operand's bytes where they lie, as a tensor; of a client's device memory the same one again."""
+        views = self._lent.views.get(operand.region)
+        if views is None:
+            return self._over(operand)
+        found = views.get(operand)
+        if found is None:
+            if len(views) >= MOST_VIEWS:
+                views.clear()
+            found = views[operand] = self._over(operand)
+        return found
+
+    def _over(self, operand: Operand) -> Any:
         data = self._lent.data[operand.region][operand.offset : operand.offset + operand.nbytes]
         return data.view(self.types[operand.dtype]).view(operand.shape)
 

@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import Any
 
 from kernels import cublas, probe
 from kernels.device import describe_cpu
+from kernels.operands import Operands
 from kernels.problem import Problem
-from kernels.runtime import Operands
 from kernels.selector import Choice, Reason
+from kernels.together import Group, Host
 from service import ipc
 from service.drivers import cuda
 from service.messages import Report
@@ -33,6 +34,9 @@ BUDGET = 1 << 20
 KERNEL_SECONDS = float(os.environ.get("STAND_IN_KERNEL_SECONDS", "0"))
 #: Its one own variant.
 OWN = "step9-stand-in"
+
+#: Its kernel for unlike products, which takes those of at most so many rows.
+TOGETHER, FEW = "step9-grouped-stand-in", 32
 
 SITE = """
 import sys
@@ -154,6 +158,7 @@ class Runtime:
         )
         self.build_hash = "none"
         self.variants = [SimpleNamespace(name=OWN, step=9), SimpleNamespace(name=cublas.NAME, step=0)]
+        self.grouped = (SimpleNamespace(name=TOGETHER, step=9),)
         self.barred: dict[str, str] = {}
 
     def bar(self, variant: str, because: str) -> None:
@@ -173,9 +178,26 @@ class Runtime:
             if alpha == DIES:
                 os._exit(9)
             Stream.hung = True
-        operands.d.copy_((operands.a.double() @ operands.b.double()) * alpha)
+        _multiply(problem, operands)
         Stream.work(KERNEL_SECONDS)
         return choice
+
+    def groups(self, problems: Sequence[Problem], host: Host) -> list[Group]:
+        few = tuple(n for n, problem in enumerate(problems) if problem.m <= FEW)
+        choice = Choice(TOGETHER, Reason.ESTIMATE, f"one launch for {len(few)} products", 0.0)
+        return [Group(self.grouped[0], few, choice)] if len(few) > 1 else []  # type: ignore[arg-type]
+
+    def launch_group(
+        self, variant: Any, items: Sequence[tuple[Problem, Operands]], *, before: Callable[[], object]
+    ) -> None:
+        before()
+        for problem, operands in items:
+            _multiply(problem, operands)
+        Stream.work(KERNEL_SECONDS)
+
+
+def _multiply(problem: Problem, operands: Operands) -> None:
+    operands.d.copy_((operands.a.double() @ operands.b.double()) * problem.epilogue.alpha)
 
 
 class StandIn(cuda.CudaDriver):

@@ -167,3 +167,31 @@ def test_works_that_do_not_fit_a_device_are_left_for_another() -> None:
 def test_a_product_of_many_rows_is_not_stacked() -> None:
     assert work(m=2048, b="w@1").stack_key is not None
     assert work(m=2049, b="w@1").stack_key is None
+
+
+def test_a_device_that_computes_unlike_products_together_gets_what_found_no_company() -> None:
+    limits = Limits(group_seconds=0.004, long_seconds=0.0005)
+    first, plain, pair, second, long = (
+        work(b="a@1"), work(), [work(b="p@1") for _ in range(2)], work(b="b@1", m=9), work(b="c@1", seconds=0.001),
+    )  # fmt: skip
+    queue = filled(first, plain, *pair, second, long, limits=limits)
+    taken = [queue.take(together=True) for _ in range(3)]
+    assert taken == [
+        Taken((first, plain, second), stacked=False), Taken(tuple(pair), stacked=True), Taken((long,), stacked=False),
+    ]  # fmt: skip
+    assert queue.depth == 0
+
+
+def test_elsewhere_what_found_no_company_goes_alone() -> None:
+    works = [work(b="a@1"), work(b="b@1"), work()]
+    queue = filled(*works)
+    assert [taken.works for taken in iter(queue.take, None)] == [(each,) for each in works]
+
+
+def test_what_died_with_a_worker_takes_nobody_along() -> None:
+    again, other = work(b="a@1", retries=1), work(b="b@1")
+    queue = filled(other)
+    queue.put(again, first=True)
+    assert [queue.take(together=True) for _ in range(2)] == [
+        Taken((again,), stacked=False), Taken((other,), stacked=False),
+    ]  # fmt: skip

@@ -92,7 +92,7 @@ def test_small_products_share_a_launch_and_the_rest_run_alone(
     group = [(problem, operands) for problem, _, operands in made(chip, DType.FP16, False)]
     alone: list[Problem] = []
 
-    def run(problem: Problem, operands: Operands, *, before: Any) -> Any:
+    def run(problem: Problem, operands: Operands) -> Any:
         alone.append(problem)
         return chip.choose(problem)
 
