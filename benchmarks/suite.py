@@ -20,13 +20,13 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import kernels.operands
-from benchmarks.record import RESULTS, spread, write
+from benchmarks.record import RESULTS, add_places, gpu_machine, short_name, spread, write
 from kernels.device import Device, describe_cuda
 from kernels.hopper.variants import Step9, variants
 from kernels.operands import as_packed
@@ -144,15 +144,17 @@ class Clock:
 class Ours:
     """Launches own variants through the runtime, which packs A and B where their rows aren't TMA's."""
 
-    def __init__(self, device: Device) -> None:
-        self.device, self.runtime = device, Runtime(device, variants=variants())
+    def __init__(self, device: Device, family: Sequence[Step9] | None = None) -> None:
+        self.device, self.runtime = device, Runtime(device, variants=family or variants())
 
-    def launcher(self, variant: Step9, problem: Problem) -> Callable[[Operands], None]:
-        """Function of a set of operands as they lie."""
+    def launcher(
+        self, variant: Step9, problem: Problem, blocks: int | None = None
+    ) -> Callable[[Operands], None]:
+        """Function of a set of operands as they lie. blocks: as in `Runtime.launch`."""
 
         def launch(operands: Operands) -> None:
             a, b, d = operands
-            self.runtime.launch(variant, problem, kernels.operands.Operands(a, b, d))
+            self.runtime.launch(variant, problem, kernels.operands.Operands(a, b, d), blocks=blocks)
 
         return launch
 
@@ -227,6 +229,18 @@ def reference(batch: int, library: str) -> Callable[[Operands], None]:
     return launch
 
 
+def exact_references() -> None:
+    """Keep torch's products to fp32 sums and IEEE fp32."""
+    import torch
+
+    for flag in (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_tf32",
+    ):
+        setattr(torch.backends.cuda.matmul, flag, False)
+
+
 def problem_of(shape: tuple[int, int, int, int], dtype: DType, layout: str) -> Problem:
     """The suite's problem: 16-bit output, no epilogue, bits free to depend on M."""
     batch, m, n, k = shape
@@ -253,27 +267,16 @@ def measure(
     launchers.setdefault(invariant.variant, ours.launcher(family[invariant.variant], problem))
     errors = {name: checked(launch, sets[0]) for name, launch in launchers.items()}
     launchers |= {name: reference(problem.batch, name) for name in LIBRARIES}
-    runners = [contender(name, launch, sets, estimate) for name, launch in launchers.items()]
-    for turn in range(rounds):
-        time.sleep(PAUSE_SECONDS)
-        first = turn % len(runners)  # each comes first as often: the clock falls within a burst
-        for runner in runners[first:] + runners[:first]:
-            runner.burst.append(runner.replay_seconds())
-    for turn in (runners, runners[::-1]):
-        for runner in turn:
-            runner.block(BLOCK_SECONDS, clock)
-    found = {runner.name: runner for runner in runners}
+    found = race(launchers, sets, estimate, clock, rounds)
     rows = []
     for picked, invariance in ((choice, False), (invariant, True)):
         for timing in ("burst", "sustained"):
             mine = found[picked.variant]
-            best = min(
-                (found[name] for name in LIBRARIES), key=lambda r: statistics.median(getattr(r, timing))
-            )
+            best = better(found, timing)
             times, theirs = getattr(mine, timing), getattr(best, timing)
             rows.append(
                 {
-                    "problem": _described(problem),
+                    "problem": described(problem),
                     "batch_invariant": invariance,
                     "variant": picked.variant,
                     "reason": picked.reason.value,
@@ -296,9 +299,37 @@ def measure(
         rows += _alternatives(
             fits, problem, ours, clock, sets, found, statistics.median(found[choice.variant].sustained)
         )
-    del runners, found
+    del found
     torch.cuda.empty_cache()
     return rows
+
+
+def race(
+    launchers: Mapping[str, Callable[[Operands], None]],
+    sets: Sequence[Operands],
+    estimate: float,
+    clock: Callable[[], int],
+    rounds: int,
+) -> dict[str, Contender]:
+    """Time launchers against each other, by name: bursts in turn, then sustained blocks forth and back.
+
+    estimate: seconds of one launch, about.
+    """
+    runners = [contender(name, launch, sets, estimate) for name, launch in launchers.items()]
+    for turn in range(rounds):
+        time.sleep(PAUSE_SECONDS)
+        first = turn % len(runners)  # each comes first as often: the clock falls within a burst
+        for runner in runners[first:] + runners[:first]:
+            runner.burst.append(runner.replay_seconds())
+    for order in (runners, runners[::-1]):
+        for runner in order:
+            runner.block(BLOCK_SECONDS, clock)
+    return {runner.name: runner for runner in runners}
+
+
+def better(found: Mapping[str, Contender], timing: str) -> Contender:
+    """The faster of cuBLAS and cuBLASLt, "burst" or "sustained"."""
+    return min((found[name] for name in LIBRARIES), key=lambda r: statistics.median(getattr(r, timing)))
 
 
 def _alternatives(
@@ -323,7 +354,7 @@ def _alternatives(
             runner.block(BLOCK_SECONDS / 4, clock)
         rows.append(
             {
-                "problem": _described(problem),
+                "problem": described(problem),
                 "variant": variant.name,
                 "reason": "asked",
                 "seconds": spread(runner.sustained),
@@ -336,7 +367,7 @@ def _alternatives(
     return rows
 
 
-def _described(problem: Problem) -> dict[str, Any]:
+def described(problem: Problem) -> dict[str, Any]:
     layout = ("t" if problem.trans_a else "n") + ("t" if problem.trans_b else "n")
     return {
         "m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch, "dtype": problem.dtype.value,
@@ -358,6 +389,17 @@ def reduction_bandwidth() -> float:
         end.synchronize()
         times.append(float(begin.elapsed_time(end)) / 1e3)
     return data.numel() * 4 / min(times)
+
+
+def machine_of(device: Device, bandwidth: float, ours: Ours) -> dict[str, Any]:
+    """What a results file says of the machine."""
+    import torch
+
+    return gpu_machine(device) | {
+        "cuda": torch.version.cuda,
+        "reduction_bytes_per_second": bandwidth,
+        "build": ours.runtime.build_hash,
+    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -480,8 +522,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="shapes whose MxNxK holds this text")
     parser.add_argument("--rounds", type=int, default=15, help="bursts of each contender")
     parser.add_argument("--all", action="store_true", help="time every own variant too")
-    parser.add_argument("--machine", help="folder of the results (default: from the device's name)")
-    parser.add_argument("--out", type=Path, help="write the results file into this folder instead")
+    add_places(parser, None)
     parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
     return parser.parse_args(argv)
 
@@ -495,12 +536,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    for flag in (
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-        "allow_tf32",
-    ):
-        setattr(torch.backends.cuda.matmul, flag, False)
+    exact_references()
     torch.zeros(1, device="cuda")
     device = describe_cuda()
     ours, clock = Ours(device), Clock()
@@ -523,12 +559,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{shape}: {wrong}", file=sys.stderr, flush=True)
     timed = [r for r in rows if r["timing"] != "short"]
     print(table(timed))
-    machine = options.machine or device.name.removeprefix("NVIDIA ").split()[0].lower()
-    details = {
-        "device": device.name, "driver": device.driver, "sms": device.sms, "arch": device.arch,
-        "cuda": torch.version.cuda, "reduction_bytes_per_second": bandwidth,
-        "build": ours.runtime.build_hash,
-    }  # fmt: skip
+    machine = options.machine or short_name(device.name)
+    details = machine_of(device, bandwidth, ours)
     layout = "layouts" if options.layouts else options.layout
     suffix = "".join(f"-{part}" for part in (options.dtype, layout) if part not in ("fp16", "nn"))
     packages = ["torch", "apache-tvm-ffi", "nvidia-cublas"]

@@ -48,11 +48,14 @@ def multiply(
     peer: Int32,
     shared: cutlass.Constexpr,
     note: cutlass.Constexpr = nothing,
+    lag: cutlass.Constexpr = 0,
+    leads: Any = False,
 ) -> tuple[PipelineState, Int32]:
     """acc += A·B over the next `k_tiles` stages, the last of them still in flight.
 
-    A stage is released once the group after it has been issued and its own is done. Returns the ring's place, and
-    the stage that the caller releases after `wait_group(0)`.
+    A stage is released once the group after it has been issued and its own is done. Who `leads` lets consumer 1
+    begin when `lag` groups are issued. Returns the ring's place, and the stage that the caller releases after
+    `wait_group(0)`.
     """
     last = state.stage
     for k in cutlass.range(k_tiles, unroll=1):
@@ -65,6 +68,9 @@ def multiply(
             cute.gemm(tiled_mma, acc, rx[where], ry[where], acc)
         warpgroup.commit_group()
         note(Mark.MMA_ASKED, k)
+        if cutlass.const_expr(lag > 0):
+            if leads & (k == lag - 1):
+                _pass_turn(1)
         warpgroup.wait_group(1)
         note(Mark.MMA_DONE, k)
         if releases & (k > 0):
@@ -129,6 +135,11 @@ def consume(
         acc.fill(0.0)
         if cutlass.const_expr(t.pingpong):
             _take_turn(consumer)
+        # In a tile shorter than the ring the first could come to the next one before the second has begun.
+        apart = k_tiles >= t.stages
+        if cutlass.const_expr(t.lag > 0):
+            if apart & (consumer == 1):
+                _take_turn(1)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         state, last = multiply(
             tiled_mma,
@@ -143,6 +154,8 @@ def consume(
             peer,
             t.sharing > 1,
             partial(mark, clock, terms, work, k_tiles, consumer),
+            t.lag,
+            apart & (consumer == 0),
         )
         if cutlass.const_expr(t.pingpong):
             if work + step < tiles.total:
@@ -376,7 +389,7 @@ def reduce(
 
 
 def _take_turn(consumer: Int32) -> None:
-    """Ping-pong: wait until the other consumer has seen all stages of the tile before.
+    """Wait until the other consumer passes the turn: in ping-pong, when it has seen all stages of the tile before.
 
     A phase bit tells apart one lap of the ring, so no consumer may wait for the stages of a later tile.
     """

@@ -10,14 +10,15 @@ Roles       warpgroup 0: producer, 40 registers: warp 0 loads by TMA, the others
             producer already fills the ring with the next tile. With one consumer nothing is moved.
 Barriers    full[s], empty[s]: see pipeline.py. Named, of one consumer: 10 + consumer, 128 threads, twice a
             staged tile (it is free; it is written). Of all: 9, before split-K reuses the ring;
-            12 + consumer, 256 threads, ping-pong's turn. Cluster: barriers are initialized; split-K's parts
-            are there; nobody signals or reads a peer any more. inbox[consumer], of two blocks that divide K:
-            1 arrival and the bytes of half a tile, which the peer sends (consumer.py).
+            12 + consumer, 256 threads: its turn, in ping-pong and where consumer 1 lags. Cluster: barriers
+            are initialized; split-K's parts are there; nobody signals or reads a peer any more.
+            inbox[consumer], of two blocks that divide K: 1 arrival and the bytes of half a tile, which the
+            peer sends (consumer.py).
 Shared      128×256, 2×1: 4 × 49,152 B + 2 consumers × 2 tiles × 8,192 B = 229,376 B, and barriers 64 B.
 Files       this one: what is launched; producer.py and consumer.py: the roles; pipeline.py, epilogue.py.
 Limits      16-bit inputs that TMA can address; what it can't is packed by the launcher.
 
-min_blocks_per_mp=1 keeps setmaxnreg in the machine code: without it ptxas drops it silently.
+min_blocks_per_mp keeps setmaxnreg in the machine code: without it ptxas drops it silently.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from kernels.hopper.epilogue import TILE_BYTES, Terms
 from kernels.hopper.marks import SILENT
 from kernels.hopper.pipeline import Tiles, init_inbox, init_ring
 from kernels.hopper.producer import load_atom, major_of, produce, staged_layout
-from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Tiling
+from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Member, Tiling
 from kernels.problem import DType
 from kernels.targets import Function
 
@@ -152,7 +153,10 @@ class Gemm:
             grid=(clusters * t.cluster, 1, 1),
             block=(t.threads, 1, 1),
             cluster=(t.cluster, 1, 1),
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=t.per_sm,
+            preferred_smem_carveout=100
+            if t.half_sm
+            else None,  # percent; else one block's worth is set apart
             use_pdl=True,
             stream=stream,
         )
@@ -235,6 +239,8 @@ class Gemm:
                 init_inbox(inbox, t.consumers)
         _sync_all(t.cluster)
         cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(t.half_sm):
+            cute.arch.griddepcontrol_launch_dependents()  # there is room for them beside this block
 
         tiles = Tiles(tiles_p, tiles_q, batch, raster if raster != 0 else Int32(DEFAULT_GROUP))
         k_tiles = cute.ceil_div(cute.size(gx, mode=[1]), TILE_K)
@@ -350,8 +356,13 @@ TYPES = {DType.FP16: Float16, DType.BF16: BFloat16, DType.FP32: Float32}
 
 def functions() -> Sequence[Function]:
     """All functions of the family, a library for each tiling and input type."""
+    return functions_of(FAMILY)
+
+
+def functions_of(members: Sequence[Member]) -> Sequence[Function]:
+    """All functions of some members, a library for each tiling and input type."""
     found = []
-    for member in FAMILY:
+    for member in members:
         tiling = member.tiling
         for name, dtype, out, trans_a, trans_b in member.functions():
             gemm = Gemm(tiling, TYPES[dtype], None if out is None else TYPES[out], trans_a, trans_b)

@@ -9,7 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kernels.device import Device
-from kernels.hopper.tilings import FAMILY, GROUPED, INPUTS, PLAIN, TILE_K, Member, Tiling, grouped_function
+from kernels.hopper.tilings import (
+    CANDIDATES,
+    FAMILY,
+    GROUPED,
+    INPUTS,
+    PLAIN,
+    TILE_K,
+    Member,
+    Tiling,
+    grouped_function,
+)
 from kernels.problem import DType, Problem
 
 LARGEST = 2**31 - 512  # sizes are 32-bit, and a tile may reach past the edge
@@ -17,9 +27,10 @@ LARGEST = 2**31 - 512  # sizes are 32-bit, and a tile may reach past the edge
 
 @dataclass(frozen=True, slots=True)
 class Step9:
-    """A member of the family as the selector sees it."""
+    """A member of the family as the selector sees it. `group`: rows of tiles that are visited together."""
 
     member: Member
+    group: int = 8
 
     @property
     def tiling(self) -> Tiling:
@@ -41,6 +52,8 @@ class Step9:
         because = _unsupported(problem, device)
         if because is None and self._store(problem) is None:
             because = f"it has no function that writes {problem.out_dtype} of this shape and alignment"
+        if because is None and (problem.trans_a, problem.trans_b) not in self.member.layouts:
+            because = "it is not compiled for this layout of A and B"
         return because
 
     def function(self, problem: Problem) -> str:
@@ -66,8 +79,8 @@ class Step9:
         return _ceil(clusters, waves) * cluster
 
     def raster(self, problem: Problem, device: Device) -> int:
-        """Groups of 8 rows of tiles: a wave of blocks covers about a square."""
-        return 8
+        """Groups of rows of tiles, 8 of them: a wave of blocks covers about a square."""
+        return self.group
 
     def seconds(self, problem: Problem, device: Device) -> float:
         """Launch, then about the longest of three times: memory's, the waves of tiles', the power cap's.
@@ -244,6 +257,11 @@ class Grouped:
 def variants() -> tuple[Step9, ...]:
     """The family."""
     return tuple(Step9(member) for member in FAMILY)
+
+
+def candidates() -> tuple[Step9, ...]:
+    """What may join the family once a GPU has timed it; the selector doesn't choose among them."""
+    return tuple(Step9(member) for member in CANDIDATES)
 
 
 def grouped() -> tuple[Grouped, ...]:

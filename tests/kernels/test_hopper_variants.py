@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kernels.device import B200, H200
-from kernels.hopper.tilings import INPUTS, SMEM_BYTES, Member, Tiling, grouped_function
-from kernels.hopper.variants import Step9, grouped, variants
+from kernels.hopper.tilings import INPUTS, RESERVED_BYTES, SMEM_BYTES, Member, Tiling, grouped_function
+from kernels.hopper.variants import Step9, candidates, grouped, variants
 from kernels.problem import DType, Epilogue, Problem
 from kernels.selector import choose
 
@@ -29,10 +29,11 @@ def test_a_family_stays_under_two_hundred_functions_with_names_of_their_own() ->
 
 
 def test_each_fits_shared_memory_with_at_least_three_stages() -> None:
-    for variant in FAMILY:
+    for variant in (*FAMILY, *candidates()):
         t = variant.tiling
         assert t.stages >= 3
-        assert t.stages * t.stage_bytes + t.staging_bytes + 16 * t.stages < SMEM_BYTES
+        assert t.stages * t.stage_bytes + t.staging_bytes + 16 * t.stages < t.smem_bytes
+        assert t.per_sm * (t.smem_bytes + RESERVED_BYTES) <= SMEM_BYTES + RESERVED_BYTES
         if t.parks:  # the parts are parked in the ring's place
             assert t.p * t.q * 4 <= t.stages * t.stage_bytes
 
@@ -122,6 +123,41 @@ def test_a_grid_has_no_more_blocks_than_its_waves_need() -> None:
     assert BASE.blocks(Problem(8192, 28672, 8192), 132) == 132  # 3,584: 55 waves of 66
     assert BASE.blocks(Problem(64, 64, 64), 132) == 2
     assert BASE.blocks(Problem(4096, 4096, 4096), 1) == 2
+
+
+def test_the_selector_does_not_choose_what_no_gpu_has_timed() -> None:
+    waiting = candidates()
+    assert not {each.name for each in waiting} & {each.name for each in FAMILY}
+    assert len({each.name for each in waiting}) == len(waiting)
+    for each in waiting:
+        names = [name for name, *_ in each.functions()]
+        assert each.function(Problem(512, 512, 512)) in names
+        assert "not compiled for this layout" in str(
+            each.unsupported(Problem(512, 512, 512, trans_b=True), H200)
+        )
+
+
+def test_two_blocks_of_half_an_sm_fill_it_before_a_second_wave_begins() -> None:
+    small = next(each for each in candidates() if each.name == "step9-64x64-halfsm")
+    assert small.blocks(Problem(1024, 1024, 1024), 264) == 256
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"p": 128, "q": 256, "lag": 4},  # the ring has four stages
+        {"p": 128, "q": 128, "lag": 1, "pingpong": True},
+        {"p": 64, "q": 64, "lag": 1, "consumers": 1},
+    ],
+)
+def test_only_one_of_two_consumers_that_share_stages_lags(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="lags"):
+        Tiling(**bad)
+
+
+def test_what_a_cluster_shares_is_loaded_in_whole_swizzled_lines() -> None:
+    with pytest.raises(ValueError, match="swizzled lines"):
+        Tiling(256, 192, cluster_p=2)  # 96 columns a block
 
 
 @pytest.mark.parametrize("bad", [{"p": 96, "q": 64}, {"p": 128, "q": 100}, {"p": 256, "q": 256}])

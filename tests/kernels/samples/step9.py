@@ -1,11 +1,11 @@
-"""Seven functions of Hopper's Step 9, one of each way to share a tile: a whole family takes minutes to compile."""
+"""Nine functions of Hopper's Step 9, one of each way to share a tile: a whole family takes minutes to compile."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kernels.hopper import step9_multi_consumer
+from kernels.hopper import candidates, step9_multi_consumer
 from kernels.targets import Function
 
 NAMES = (
@@ -16,9 +16,12 @@ NAMES = (
     "step9_128x128_split2_fp16_fp16_nn",
     "step9_128x256_split2_fp16_fp16_nn",
     "step9_128x256_split2_swap_fp16_plain_nn",
+    "step9_64x64_halfsm_fp16_fp16_nn",
+    "step9_128x256_2x1_lag2_fp16_fp16_nn",
 )
 
 
 def functions() -> Sequence[Function]:
     """Those of NAMES, in one library."""
-    return [replace(f, library="step9_sample") for f in step9_multi_consumer.functions() if f.name in NAMES]
+    found = (*step9_multi_consumer.functions(), *candidates.functions())
+    return [replace(f, library="step9_sample") for f in found if f.name in NAMES]
