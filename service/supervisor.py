@@ -286,6 +286,10 @@ class Supervisor:
     def _check_open(self) -> None:
         if self.draining:
             raise ServiceError("draining", "the service is shutting down", retry_after=1.0)
+        self._check_hope()
+
+    def _check_hope(self) -> None:
+        """Refuse where no worker will get ready by itself."""
         if all(handle.state is State.DOWN for handle in self.handles):
             raise ServiceError(
                 "no_worker", self.handles[0].detail or "no worker can be started", retry_after=30.0
@@ -375,6 +379,7 @@ class Supervisor:
         """Ask a worker's kernels side: "variants", "choose", "predict", "trace"."""
         ready = self.dispatcher.ready()
         if not ready:
+            self._check_hope()
             raise ServiceError("no_worker", "no worker is ready", retry_after=1.0)
         return await ready[0].ask(what, args or {}, timeout)
 

@@ -86,10 +86,11 @@ def _loads_slowly(text: bytes | bytearray | memoryview) -> Any:
             json.dumps(document, ensure_ascii=False).encode()
         return document
     except (ValueError, RecursionError) as error:
-        raise ServiceError("malformed", f"the body isn't JSON: {_why(error)}", field="body") from None
+        raise ServiceError("malformed", f"the body isn't JSON: {why(error)}", field="body") from None
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
+    """What keeps a text from being JSON."""
     if isinstance(error, UnicodeError):
         return "its text isn't UTF-8, or holds half a surrogate pair"
     return str(error) if isinstance(error, json.JSONDecodeError) else "it is nested too deeply"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.errors import ServiceError
+from service.formats import numbers
 from service.formats.base import Tensor, checked_shape
 
 #: Longest header: the format allows 100 MB, for files of many thousands of tensors; here there are four.
@@ -113,7 +114,7 @@ def _document(text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text.decode(), object_pairs_hook=_unique, parse_int=_whole)
     except (ValueError, RecursionError) as error:
-        raise _malformed(f"the header isn't JSON ({type(error).__name__})") from None
+        raise _malformed(f"the header isn't JSON: {numbers.why(error)}") from None
     assert isinstance(document, dict)
     return document
 

@@ -235,8 +235,10 @@ async def test_a_device_that_needs_a_person_keeps_the_worker_down_and_says_so() 
         await queued
     assert caught.value.status == 503
     assert bench.supervisor.handles[0].state is State.DOWN
-    with pytest.raises(ServiceError, match="needs a person"):
+    with pytest.raises(ServiceError, match=r"needs a person: .*cuda-of-another-world"):
         await bench.gemm(A, B)
+    with pytest.raises(ServiceError, match=r"needs a person: .*cuda-of-another-world"):
+        await bench.supervisor.ask("variants")
     assert bench.supervisor.handles[0].failures == 1
     assert bench.slots.bytes_by_state["request"] == 0
     await bench.supervisor.drain(1)
