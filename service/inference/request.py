@@ -16,7 +16,7 @@ from service.errors import ServiceError
 from service.formats import Tensor
 from service.formats.base import MAX_DIMS, checked_shape
 from service.inference.models import DATATYPE_OF, DATATYPES, INPUTS, OUTPUT, Model
-from service.model import NAME, REFERENCE, Count, Flag, GemmFields, validate
+from service.model import NAME, REFERENCE, Count, Flag, GemmFields, validate, validate_query
 
 #: Parameters of the protocol itself that mean nothing here, or are taken apart before the others.
 _IGNORED = frozenset({"binary_data_output", "sequence_start", "sequence_end", "headers"})
@@ -181,7 +181,7 @@ def fields_of(parameters: dict[str, Any], model: Model) -> InferenceFields:
     timeout = given.pop("timeout", 0)
     if type(timeout) is not int or timeout < 0:
         raise _wrong("timeout", "timeout: a whole number of microseconds is taken")
-    fields = validate(InferenceFields, given)
+    fields = validate(InferenceFields, given | _read(given))
     if timeout:
         late = min(timeout / 1e3, 1e9 if fields.deadline_ms is None else fields.deadline_ms)
         fields = fields.model_copy(update={"deadline_ms": late})
@@ -190,6 +190,15 @@ def fields_of(parameters: dict[str, Any], model: Model) -> InferenceFields:
             "out_dtype", f"out_dtype: model {model.name} gives {model.datatype}; model gemm gives any type"
         )
     return fields
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """Values of parameters that came as text. Many clients know no number with a fraction: there alpha is "0.5"."""
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    if not texts:
+        return {}
+    fields = validate_query(InferenceFields, texts)
+    return {name: getattr(fields, name) for name in texts}
 
 
 def check_dtype(model: Model, operand: str, dtype: str) -> None:

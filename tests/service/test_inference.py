@@ -147,6 +147,39 @@ def test_batches_epilogue_and_mixed_types(client: Client) -> None:
     np.testing.assert_allclose(d, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        {
+            "alpha": "0.5",
+            "beta": "-1e-1",
+            "trans_a": "true",
+            "batch_invariant": "false",
+            "deadline_ms": "60000",
+        },
+        {"alpha": 0.5, "beta": "-0.1", "trans_a": True, "activation": "none", "out_dtype": "fp32"},
+    ],
+)
+def test_parameters_as_text(client: Client, text: dict[str, Any]) -> None:
+    a, b, c = normal(6, 4), normal(6, 3), normal(4, 3)
+    d = client.infer("gemm_fp32", [*both(a, b), tensor("C", c)], parameters=text).as_numpy("D")
+    np.testing.assert_allclose(d, 0.5 * a.T @ b - 0.1 * c, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_whose_text_says_nothing(client: Client) -> None:
+    a = normal(2, 2)
+    for name, value in (
+        ("alpha", "x"),
+        ("alpha", "1e9999e"),
+        ("trans_a", "maybe"),
+        ("deadline_ms", "soon"),
+        ("foo", "1"),
+    ):
+        refused(lambda n=name, v=value: client.infer("gemm", both(a, a), parameters={n: v}), 400, name)
+    d = client.infer("gemm_fp32", both(a, a), parameters={"alpha": "Infinity"}).as_numpy("D")
+    assert np.isinf(d).all()
+
+
 def test_special_numbers_both_ways(client: Client) -> None:
     a = np.array([[np.nan, 1.0], [np.inf, 1.0], [-np.inf, 1.0]], np.float32)
     b = np.eye(2, dtype=np.float32)[:, :1] + np.array([[0.0], [1.0]], np.float32)

@@ -123,7 +123,7 @@ def test_types_and_zero_sizes(client: Client, dtype: str, shape: tuple[int, int,
 def test_parameters_handles_and_compression(client: Client, spoken: Service) -> None:
     a, b = normal(4, 6), normal(6, 3)
     spoken.put("rpc-b", b)
-    parameters = {"b": "handle:rpc-b", "alpha": 2.0, "activation": "relu", "out": "handle:rpc-d"}
+    parameters = {"b": "handle:rpc-b", "alpha": "2.0", "activation": "relu", "out": "handle:rpc-d"}
     kept = client.infer("gemm_fp32", [tensor("A", a)], parameters=parameters)
     assert kept.get_response().parameters["handle"].string_param == "rpc-d"
     assert list(kept.get_response().raw_output_contents) == [b""]
