@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -100,6 +101,7 @@ def result_of(query: Mapping[str, str]) -> tuple[str, tuple[int, ...]] | None:
     return dtype, (batch, m, n) if batches else (m, n)
 
 
+@lru_cache(256)  # the same products are asked for again and again
 def room(target: str) -> int | None:
     """Bytes of D, as far as the query tells."""
     query = dict(parse_qsl(urlsplit(target).query))

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -320,7 +321,12 @@ class Operations:
 
 
 def _gemm(query: Mapping[str, Any]) -> str:
-    return f"/gemm?{urlencode(query)}"
+    return f"/gemm?{_encoded(tuple(query.items()))}"
+
+
+@lru_cache(256)  # the same products are asked for again and again
+def _encoded(query: tuple[tuple[str, Any], ...]) -> str:
+    return urlencode(query)
 
 
 def _on_gpu(query: Mapping[str, str], given: Iterable[Any]) -> Array | None:

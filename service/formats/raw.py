@@ -6,6 +6,7 @@ A shape is written `2x3` or `2,3` (`4x2x3` with a batch); replies use `x`, which
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from service.errors import ServiceError
 from service.formats.base import checked_shape
@@ -14,6 +15,7 @@ from service.formats.base import checked_shape
 _SHAPE = re.compile(r"[0-9]{1,19}(?:[x,][0-9]{1,19}){0,99}", re.ASCII)
 
 
+@lru_cache(1024)  # few different ones come, many times
 def parse_shape(text: str, *, field: str) -> tuple[int, ...]:
     """The shape in `2x3` or `2,3`."""
     if not _SHAPE.fullmatch(text):

@@ -7,14 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from service.client import AsyncClient, Client, Handle, tensors
-from service.client.device import OnDevice
+from service.client.device import OnDevice, settle
 from service.client.local import result_of
 from service.client.transport import BestTransport
 from service.client.wire import Call
@@ -61,6 +61,18 @@ def test_halves_and_empty_tensors_become_bytes() -> None:
     assert bytes(OnDevice(half).host()) == b"\xc0\x3f\x00\xc0"
     assert OnDevice(half).nbytes == 4
     assert OnDevice(torch.zeros(0, 3)).host().nbytes == 0
+
+
+def test_work_on_operands_is_waited_for_once_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+
+    def current_stream(index: int) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(index))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    zero, one = (OnDevice(SimpleNamespace(get_device=lambda index=index: index)) for index in (0, 1))
+    settle([zero, b"host", zero, one])
+    assert sorted(waited) == [0, 1]
 
 
 class Other:
