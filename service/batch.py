@@ -219,11 +219,12 @@ class Queue:
         head = head or self.first(fits)
         if head is None:
             return None
+        single = self._is_single if together else None
         stackable = head.stack_key is not None and (stacking or not head.params.batch_invariant)
-        works = self._stack(head, fits) if stackable else self._group(head, fits)
+        works = self._stack(head, fits) if stackable else self._group(head, fits, single)
         stacked = stackable and len(works) > 1
-        if together and stackable and not stacked and head.seconds < self.limits.long_seconds:
-            works = self._group(head, fits, single=self._is_single)
+        if single is not None and stackable and not stacked and single(head):
+            works = self._group(head, fits, single)
         for work in works:
             self.discard(work)
         return Taken(tuple(works), stacked)

@@ -71,8 +71,8 @@ class CudaDriver:
         self._lent: Lent
         self._outcomes: dict[str, probe.Outcome] = {}
         self._reading = Reading(None, detail="not read yet")
-        #: Batches that no lane has yet, and those in the lanes, oldest first.
-        self._waiting: deque[Flight] = deque()
+        #: Batches that no lane has yet, and what may happen only after them; those in the lanes. Oldest first.
+        self._waiting: deque[Flight | Callable[[], None]] = deque()
         self._flights: deque[Flight] = deque()
         #: Held where what is cached is asked for or changed: questions come on another thread.
         self._lock = threading.Lock()
@@ -196,8 +196,9 @@ class CudaDriver:
     # -- batches ----------------------------------------------------------------------------------------------
 
     def submit(self, batch: Batch, done: Callable[[BatchDone], None]) -> None:
-        """Take a batch; `advance` launches it when the lanes have room."""
+        """Take a batch, and launch it when the lanes have room."""
         self._waiting.append(Flight(batch, done))
+        self._go_on()
 
     def advance(self) -> bool:
         """Tell what ended and launch what waits; whether anything is under way. Never waits for the device."""
@@ -209,15 +210,32 @@ class CudaDriver:
             flight = self._flights.popleft()
             flight.held.clear()
             flight.done(flight.outcome())
-        while self._waiting and len(self._flights) < LANES:
-            flight = self._waiting.popleft()
-            self._flights.append(flight)
-            try:
-                with self._lock:
-                    self._launch(flight)
-            except Exception as error:
-                self._fault(error, flight)
+        self._go_on()
         return fetching or bool(self._flights)
+
+    def _go_on(self) -> None:
+        """Launch what waits, as far as the lanes have room, and what was to happen after it."""
+        while self._waiting:
+            head = self._waiting[0]
+            if not isinstance(head, Flight):
+                head()
+            elif len(self._flights) < LANES:
+                self._flights.append(head)
+                try:
+                    with self._lock:
+                        self._launch(head)
+                except Exception as error:
+                    self._fault(error, head)
+            else:
+                return
+            self._waiting.popleft()
+
+    def _in_turn(self, action: Callable[[], None]) -> None:
+        """Do what a batch that came before must not notice: its operands have to be there when it is launched."""
+        if self._waiting:
+            self._waiting.append(action)
+        else:
+            action()
 
     def _is_over(self, flight: Flight) -> bool:
         try:
@@ -406,9 +424,13 @@ class CudaDriver:
         return f"self-test: {outcome.ended}" if outcome is not None else "the reference"
 
     def forget(self, tensors: Sequence[str]) -> None:
-        """Drop these from device memory."""
-        with self._lock:
-            self._cache.forget(tensors)
+        """Drop these from device memory, once no batch waits that may name them."""
+
+        def forget() -> None:
+            with self._lock:
+                self._cache.forget(tensors)
+
+        self._in_turn(forget)
 
     def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
         """Queue a copy to the arena."""
@@ -419,9 +441,13 @@ class CudaDriver:
             self._fault(error, None)
 
     def settled(self, tensors: Sequence[str]) -> None:
-        """The arena has these too: they may be dropped."""
-        with self._lock:
-            self._cache.settled(tensors)
+        """The arena has these too: they may be dropped, once no batch waits that says that it hasn't."""
+
+        def settled() -> None:
+            with self._lock:
+                self._cache.settled(tensors)
+
+        self._in_turn(settled)
 
 
 def _nothing() -> None:

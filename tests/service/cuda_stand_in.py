@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from kernels import cublas, probe
 from kernels.device import describe_cpu
 from kernels.operands import Operands
@@ -24,8 +26,9 @@ from kernels.problem import Problem
 from kernels.selector import Choice, Reason
 from kernels.together import Group, Host
 from service import ipc
+from service.arena import Arena
 from service.drivers import cuda
-from service.messages import Report
+from service.messages import Batch, BatchDone, Item, Operand, Report
 
 HANGS, DIES = 77.0, 78.0
 #: Bytes of its memory for stored tensors.
@@ -226,3 +229,37 @@ class StandIn(cuda.CudaDriver):
     def close(self) -> None:
         self._probe = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
         super().close()
+
+
+class Arenas:
+    """Operands and results of items, one after the other in an arena."""
+
+    def __init__(self) -> None:
+        self.arena = Arena.create(1 << 20)
+        self._at = 0
+
+    def put(self, value: np.ndarray[Any, Any], kind: str) -> Operand:
+        operand = self.room(value.shape, kind, value.nbytes)
+        self.arena.view(operand.offset, operand.nbytes)[:] = value.tobytes()
+        return operand
+
+    def room(self, shape: tuple[int, ...], kind: str, nbytes: int) -> Operand:
+        at, self._at = self._at, self._at + -(-nbytes // 256) * 256
+        return Operand(at, nbytes, kind, shape)
+
+    def get(self, operand: Operand) -> np.ndarray[Any, Any]:
+        return (
+            np.frombuffer(self.arena.view(operand.offset, operand.nbytes), np.float16)
+            .reshape(operand.shape)
+            .copy()
+        )
+
+
+def run(driver: StandIn, items: list[Item]) -> BatchDone:
+    """A batch through the driver, as the worker drives it."""
+    ended: list[BatchDone] = []
+    driver.submit(Batch(1, tuple(items)), ended.append)
+    while driver.advance():
+        pass
+    (done,) = ended
+    return done

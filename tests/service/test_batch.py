@@ -180,6 +180,8 @@ def test_a_device_that_computes_unlike_products_together_gets_what_found_no_comp
         Taken((first, plain, second), stacked=False), Taken(tuple(pair), stacked=True), Taken((long,), stacked=False),
     ]  # fmt: skip
     assert queue.depth == 0
+    queue = filled(plain, first, second)
+    assert queue.take(together=True) == Taken((plain, first, second), stacked=False)
 
 
 def test_elsewhere_what_found_no_company_goes_alone() -> None:

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from kernels.verify import check
-from service.arena import Arena
 from service.drivers.base import problem_of
 from service.memory import Memory
-from service.messages import Batch, BatchDone, Item, Operand, Params
-from tests.service.real import Service, result, running
+from service.messages import Item, Params
+from tests.service.real import PATIENT, Service, result, running
 
 torch: Any = pytest.importorskip("torch")
 
 from tests.service import cuda_stand_in  # noqa: E402
-from tests.service.cuda_stand_in import OWN, TOGETHER, StandIn  # noqa: E402
+from tests.service.cuda_stand_in import OWN, TOGETHER, Arenas, StandIn, run  # noqa: E402
 
 random = np.random.default_rng(3)
 
@@ -29,17 +28,13 @@ random = np.random.default_rng(3)
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("together")
-    environ = {
-        "PYTHONPATH": cuda_stand_in.folder(folder),
-        "GEMM_CACHE": str(folder / "cache"),
-        "STAND_IN_KERNEL_SECONDS": "0.1",
-    }
-    with running(folder / "data", "--device", "cuda", "--workers", "1", environ=environ) as one:
+    environ = {"PYTHONPATH": cuda_stand_in.folder(folder), "GEMM_CACHE": str(folder / "cache")}
+    with running(folder / "data", "--device", "cuda", "--workers", "1", *PATIENT, environ=environ) as one:
         yield one.ready()
 
 
 def test_unlike_products_that_wait_together_share_a_launch(service: Service) -> None:
-    """While the device is busy with the first ones the rest gather: stored weights of their own and none."""
+    """While the worker stands still all but the first ones gather: stored weights of their own and none."""
     shapes = [(8 + n, 16 + 8 * (n % 3), 24) for n in range(10)]
     operands = [
         (random.standard_normal((m, k), np.float32), random.standard_normal((k, n), np.float32))
@@ -59,39 +54,18 @@ def test_unlike_products_that_wait_together_share_a_launch(service: Service) -> 
         )
 
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(ask, range(10)))
+        with service.standing():
+            asked = [pool.submit(ask, number) for number in range(10)]
+            service.admitted(10)
+        answers = [each.result() for each in asked]
     for answer, (a, b) in zip(answers, operands, strict=True):
         np.testing.assert_allclose(result(answer), a.astype(np.float64) @ b, rtol=1e-5, atol=1e-5)
     variants = [answer.headers["x-gemm-variant"] for answer in answers]
     assert set(variants) <= {TOGETHER, OWN}
-    assert variants.count(TOGETHER) >= 4
+    assert variants.count(TOGETHER) >= 8  # two batches were sent ahead, of at least one each
     assert service.metric("gemm_flops_total", variant=TOGETHER) > 0
     assert service.metric("gemm_kernel_busy_seconds_total", variant=TOGETHER) > 0
     assert {each["name"] for each in service.http.get("/variants").json()["variants"]} >= {TOGETHER, OWN}
-
-
-class Arenas:
-    """Operands and results of items, one after the other in an arena."""
-
-    def __init__(self) -> None:
-        self.arena = Arena.create(1 << 20)
-        self._at = 0
-
-    def put(self, value: np.ndarray[Any, Any], kind: str) -> Operand:
-        operand = self.room(value.shape, kind, value.nbytes)
-        self.arena.view(operand.offset, operand.nbytes)[:] = value.tobytes()
-        return operand
-
-    def room(self, shape: tuple[int, ...], kind: str, nbytes: int) -> Operand:
-        at, self._at = self._at, self._at + -(-nbytes // 256) * 256
-        return Operand(at, nbytes, kind, shape)
-
-    def get(self, operand: Operand) -> np.ndarray[Any, Any]:
-        return (
-            np.frombuffer(self.arena.view(operand.offset, operand.nbytes), np.float16)
-            .reshape(operand.shape)
-            .copy()
-        )
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +77,6 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kernels")
     build("sm_90a", modules=["tests.kernels.samples.grouped", "tests.kernels.samples.step9"], root=folder)
     return folder
-
-
-def run(driver: StandIn, items: list[Item]) -> BatchDone:
-    """A batch through the driver, as the worker drives it."""
-    ended: list[BatchDone] = []
-    driver.submit(Batch(1, tuple(items)), ended.append)
-    while driver.advance():
-        pass
-    (done,) = ended
-    return done
 
 
 @pytest.mark.ci

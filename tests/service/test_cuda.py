@@ -1,0 +1,98 @@
+"""The driver of a GPU over a stand-in of it: what waits keeps its operands, and keeps nobody waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from service.drivers.cuda import LANES  # noqa: E402
+from service.memory import Memory  # noqa: E402
+from service.messages import ON_DEVICE, Batch, BatchDone, Item, Operand, Params  # noqa: E402
+from tests.service import cuda_stand_in  # noqa: E402
+from tests.service.cuda_stand_in import Arenas, StandIn  # noqa: E402
+
+X = np.eye(8, dtype=np.float16)
+Y = np.arange(64, dtype=np.float16).reshape(8, 8)
+
+
+class Bench:
+    """A driver that is opened, and what became of each batch. While `held`, nothing that was launched ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = False
+        monkeypatch.setattr(cuda_stand_in.Event, "query", lambda event: not self.held)
+        self.memory = Arenas()
+        self.driver = StandIn(Memory(self.memory.arena))
+        self.driver.start(lambda report: None)
+        self.done: dict[int, BatchDone] = {}
+        self._b = self.memory.put(Y, "fp16")
+
+    def submit(self, number: int, a: Operand | None = None, out: str = "") -> Operand:
+        """A batch of one product; where its D goes."""
+        d = self.memory.room((8, 8), "fp16", 128)
+        d = Operand(d.offset, d.nbytes, d.dtype, d.shape, out)
+        a = self.memory.put(X, "fp16") if a is None else a
+        item = Item(number, a, self._b, d, Params("fp16"))
+        self.driver.submit(Batch(number, (item,)), lambda done: self.done.__setitem__(done.id, done))
+        return d
+
+    def finish(self) -> None:
+        self.held = False
+        while self.driver.advance():
+            pass
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(monkeypatch)
+    yield bench
+    bench.finish()
+
+
+def test_submit_returns_at_once_and_batches_end_in_order(bench: Bench) -> None:
+    bench.held = True
+    for number in range(2 * LANES):
+        bench.submit(number)
+    assert bench.driver.advance()
+    assert not bench.done
+    bench.finish()
+    assert list(bench.done) == list(range(2 * LANES))
+    assert all(done.host >= 0 for done in bench.done.values())
+
+
+@pytest.mark.parametrize("change", ["forget", "settled"])
+def test_what_a_waiting_batch_names_is_there_when_its_turn_comes(bench: Bench, change: str) -> None:
+    kept = bench.submit(0, out="o/d@1")
+    bench.finish()
+    assert bench.done[0].items[0].kept
+    bench.held = True
+    for number in range(1, LANES + 1):
+        bench.submit(number)
+    only = Operand(kept.offset, kept.nbytes, kept.dtype, kept.shape, "o/d@1", ON_DEVICE)
+    d = bench.submit(9, a=only)
+    getattr(bench.driver, change)(["o/d@1"])
+    bench.driver._cache.shrink(0)  # as when memory is short
+    bench.finish()
+    assert bench.done[9].items[0].code == ""
+    assert np.array_equal(bench.memory.get(d), (Y.astype(np.float64) @ Y).astype(np.float16))
+    assert ("o/d@1" in bench.driver._cache) == (change == "settled")
+
+
+def test_a_result_is_fetched_while_batches_wait(bench: Bench) -> None:
+    kept = bench.submit(0, out="o/d@1")
+    bench.finish()
+    bench.held = True
+    for number in range(1, LANES + 3):
+        bench.submit(number)
+    told: list[str] = []
+    bench.driver.fetch(kept, told.append)
+    bench.driver.fetch(Operand(0, 128, "fp16", (8, 8), "o/unknown@1"), told.append)
+    assert told == ["the device doesn't have it"]
+    bench.finish()
+    assert told[1:] == [""]
+    assert np.array_equal(bench.memory.get(kept), Y)
