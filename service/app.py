@@ -15,8 +15,6 @@ from typing import Any
 import fastapi_offline
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
@@ -94,7 +92,8 @@ def create_app(settings: Settings | None = None, certificates: Certificates | No
     app.router.route_class = PlainRoute
     for router in _ROUTERS:
         app.include_router(router)
-    _serve_docs(app)
+    # Swagger UI from files that a package carries: the page at /docs asks no other host.
+    app.mount("/docs/static", StaticFiles(directory=_DOCS), name="docs-static")
     return app
 
 
@@ -246,21 +245,6 @@ def _arena_states(slots: Slots) -> dict[str, float]:
 def _most_regions() -> int:
     """Each region is a descriptor, here and in each worker; connections need the rest."""
     return min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-
-
-def _serve_docs(app: FastAPI) -> None:
-    """Swagger UI from files that a package carries: the page asks no other host."""
-    app.mount("/docs/static", StaticFiles(directory=_DOCS), name="docs-static")
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return get_swagger_ui_html(
-            openapi_url="/openapi.json",
-            title="GEMM service",
-            swagger_js_url="/docs/static/swagger-ui-bundle.js",
-            swagger_css_url="/docs/static/swagger-ui.css",
-            swagger_favicon_url="/docs/static/favicon.png",
-        )
 
 
 def __getattr__(name: str) -> Any:

@@ -41,8 +41,9 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: Open without a key and under any Host: probes come by address.
 PROBES = ("/health/", "/v2/health/")
-#: Open without a key: the page's static files. Its data needs the key.
-_PAGE = ("/page/",)
+#: Open without a key: static files of the page and of /docs. Their data needs the key.
+_PAGE = ("/page/", "/docs/static/")
+_PAGES = ("/", "/docs")
 
 #: What a key must be allowed to do, by the path's first segment; other paths need any valid key.
 _SCOPES = {"gemm": "gemm", "variants": "gemm", "tensors": "tensors", "jobs": "jobs"}
@@ -140,7 +141,7 @@ class Gate:
             if not services.settings.insecure:
                 check_peer(scope.get("client"))
             return ANONYMOUS
-        if probe or path == "/" or path.startswith(_PAGE):
+        if probe or path in _PAGES or path.startswith(_PAGE):
             return Principal("", frozenset())
         principal = keys.check(headers.text(b"authorization"))
         wanted = wanted_scope(path)

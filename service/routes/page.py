@@ -46,6 +46,10 @@ _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+#: Swagger UI's styles have pictures in them, and some of its elements styles.
+_DOCS_POLICY = _POLICY.replace(b"img-src 'self'", b"img-src 'self' data:").replace(
+    b"style-src 'self'", b"style-src 'self' 'unsafe-inline'"
+)
 
 
 @lru_cache(maxsize=1)
@@ -59,16 +63,26 @@ def files() -> dict[str, tuple[bytes, bytes, str]]:
     return found
 
 
+async def _index(scope: Scope, receive: Receive, send: Send) -> None:
+    await _send(Transfer.of(scope, receive, send), "index.html")
+
+
+async def _docs(scope: Scope, receive: Receive, send: Send) -> None:
+    await _send(Transfer.of(scope, receive, send), "docs.html", _DOCS_POLICY)
+
+
 async def _file(scope: Scope, receive: Receive, send: Send) -> None:
-    name = scope.get("path_params", {}).get("name", "index.html")
+    await _send(Transfer.of(scope, receive, send), scope["path_params"]["name"])
+
+
+async def _send(transfer: Transfer, name: str, policy: bytes = _POLICY) -> None:
     if name not in files():
         raise ServiceError("not_found", "the page has no such file")
     media, data, digest = files()[name]
-    transfer = Transfer.of(scope, receive, send)
     headers = [
         (b"etag", etag(digest).encode()),
         (b"cache-control", b"no-cache"),
-        (b"content-security-policy", _POLICY),
+        (b"content-security-policy", policy),
         (b"x-content-type-options", b"nosniff"),
         (b"referrer-policy", b"no-referrer"),
     ]
@@ -82,9 +96,16 @@ async def _file(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @router.get("/", include_in_schema=False)
-@plain(_file)
+@plain(_index)
 async def index() -> None:
     """The page."""
+    raise AssertionError("plain")
+
+
+@router.get("/docs", include_in_schema=False)
+@plain(_docs)
+async def docs() -> None:
+    """The API's description, by Swagger UI; the document itself needs the key where keys are set."""
     raise AssertionError("plain")
 
 

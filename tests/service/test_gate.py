@@ -260,7 +260,7 @@ async def test_keys_scopes_and_open_paths(keyed: tuple[Guarded, dict[str, str]])
         for path in (
             "/gemm",
             "/tensors/a",
-            "/docs",
+            "/docs/x",
             "/openapi.json",
             "/nowhere",
             "/limits",
@@ -270,7 +270,7 @@ async def test_keys_scopes_and_open_paths(keyed: tuple[Guarded, dict[str, str]])
             reply = await call("POST", path, None)
             assert reply.status_code == 401, path
             assert reply.headers["www-authenticate"].startswith("Bearer")
-        for path in ("/", "/page/app.js"):
+        for path in ("/", "/page/app.js", "/docs", "/docs/static/swagger-ui.css"):
             assert (await call("GET", path, None)).status_code == 404
         assert (await call("POST", "/gemm", "alice")).json()["owner"] == "alice"
         problem(await call("GET", "/tensors/a", "alice"), 403, "forbidden")
