@@ -97,7 +97,7 @@ def _subject(root: Path | None) -> Any:
 
 def _virtual(task: tuple[Twin, Path | None]) -> Result:
     """A row, and the bytes of D from normal draws."""
-    from kernels.virtual.machine import LATE, Options
+    from kernels.virtual.launch import LATE, Options
 
     twin, root = task
     row: Result = {"name": twin.name, "outcome": "pass", "detail": ""}

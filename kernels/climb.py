@@ -104,7 +104,7 @@ def _both(timer: Timer, step: Step, ours: Contender, theirs: Contender) -> tuple
 
 def on_virtual(arch: str, steps: Sequence[Step], root: Path | None = None) -> Iterator[Rung]:
     """Run each step on the virtual GPU, and say what the model expects of it on the chip."""
-    from kernels.virtual.machine import Options
+    from kernels.virtual.launch import Options
     from kernels.virtual.mutants import case_of
     from kernels.virtual.subject import Case, Subject, have
 

@@ -84,7 +84,7 @@ def on_gpu(problem: Problem, ctas: int, root: Path | None = None) -> tuple[Timel
 def on_model(problem: Problem, ctas: int, root: Path | None = None) -> Timeline:
     """The same function on the virtual GPU, on the model's clock. RuntimeError where the product is wrong."""
     from kernels.virtual.host import host, on_device, run
-    from kernels.virtual.machine import LATE, Options
+    from kernels.virtual.launch import LATE, Options
     from kernels.virtual.subject import aligned, operands
     from kernels.virtual.timing import Timing
 

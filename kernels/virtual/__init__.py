@@ -1,7 +1,7 @@
 """The virtual GPU: executes the compiled PTX of kernels on the CPU, asynchronous engines and all."""
 
 from kernels.virtual.host import buffer_of, on_device, prepare, run
-from kernels.virtual.machine import EARLY, LATE, Options, Schedule, schedules
+from kernels.virtual.launch import EARLY, LATE, Options, Schedule, schedules
 from kernels.virtual.report import Fault, Finding, Report, Run
 
 __all__ = [

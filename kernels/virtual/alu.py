@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kernels.virtual.emit import MASK, Emit, Unknown
-from kernels.virtual.lanes import NARROW
-from kernels.virtual.ptx import SINK, Imm, Instr, Operand, Pair, Reg, Vec
+from kernels.virtual.ptx import SINK, Imm, Instr, Operand, Pair
 
 Handler = Callable[[Emit, Instr], None]
 HANDLERS: dict[str, Handler] = {}
 
-_INTS = {"s8", "u8", "b8", "s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64"}
-_FLOATS = {"f16", "bf16", "f32", "f64"}
+INTS = {"s8", "u8", "b8", "s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64"}
+FLOATS = {"f16", "bf16", "f32", "f64"}
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -71,10 +70,10 @@ def _add(e: Emit, i: Instr) -> None:
         raise Unknown(i)
     if _directed(e, i, "add", a, b):
         return
-    if kind in _INTS:
+    if kind in INTS:
         bits = bits_of(kind)
         _int_result(e, d, f"{e.u(a, bits)} {sign} {e.u(b, bits)}", bits, vec=e.is_vec(a, b), signed=False)
-    elif kind in _FLOATS:
+    elif kind in FLOATS:
         _float_result(e, i, d, f"({e.f(a, kind)} {sign} {e.f(b, kind)})", e.is_vec(a, b))
     else:
         _packed(e, i, f"lambda a, b: a {sign} b")
@@ -94,10 +93,10 @@ def _mul(e: Emit, i: Instr) -> None:
     kind = i.parts[-1]
     d, a, b = i.args
     vec = e.is_vec(a, b)
-    if kind in _FLOATS:
+    if kind in FLOATS:
         if not _directed(e, i, "mul", a, b):
             _float_result(e, i, d, f"({e.f(a, kind)} * {e.f(b, kind)})", vec)
-    elif kind in _INTS:
+    elif kind in INTS:
         expr, bits, signed = _product(e, i, a, b)
         _int_result(e, d, expr, bits, vec=vec, signed=signed and vec)
     else:
@@ -133,10 +132,10 @@ def _wide(e: Emit, op: Operand, bits: int, signed: bool) -> str:
 def _mad(e: Emit, i: Instr) -> None:
     kind = i.parts[-1]
     d, a, b, c = i.args
-    if kind in _FLOATS:
+    if kind in FLOATS:
         _fma(e, i)
         return
-    if "cc" in i.parts or kind not in _INTS:
+    if "cc" in i.parts or kind not in INTS:
         raise Unknown(i)
     expr, bits, signed = _product(e, i, a, b)
     vec = e.is_vec(a, b)
@@ -155,7 +154,7 @@ def _fma(e: Emit, i: Instr) -> None:
         raise Unknown(i)
     if _directed(e, i, "fma", a, b, c):
         return
-    if kind in _FLOATS:
+    if kind in FLOATS:
         _float_result(e, i, d, f"fma({e.f(a, kind)}, {e.f(b, kind)}, {e.f(c, kind)})", e.is_vec(a, b, c))
     else:
         _packed(e, i, "fma")
@@ -165,9 +164,9 @@ def _fma(e: Emit, i: Instr) -> None:
 def _div(e: Emit, i: Instr) -> None:
     kind = i.parts[-1]
     d, a, b = i.args
-    if kind in _FLOATS and i.parts[0] == "div":
+    if kind in FLOATS and i.parts[0] == "div":
         _float_result(e, i, d, f"({e.f(a, kind)} / {e.f(b, kind)})", e.is_vec(a, b))
-    elif kind in _INTS:
+    elif kind in INTS:
         bits = bits_of(kind)
         flags = f"{bits}, {kind[0] == 's'}, {i.parts[0] == 'rem'}"
         e.set(d, f"divide({e.u(a, bits)}, {e.u(b, bits)}, {flags})", e.is_vec(a, b))
@@ -182,9 +181,9 @@ def _minmax(e: Emit, i: Instr) -> None:
     vec = e.is_vec(a, b)
     if "xorsign" in i.parts or "relu" in i.parts or len(i.args) > 3:
         raise Unknown(i)
-    if kind in _FLOATS:
+    if kind in FLOATS:
         _float_result(e, i, d, f"f{name}({e.f(a, kind)}, {e.f(b, kind)}, {'NaN' in i.parts})", vec)
-    elif kind in _INTS:
+    elif kind in INTS:
         bits, signed = bits_of(kind), kind[0] == "s"
         get = e.s if signed else e.u
         function = f"np.{name}imum" if vec else name
@@ -198,11 +197,11 @@ def _sign(e: Emit, i: Instr) -> None:
     kind, name = i.parts[-1], i.parts[0]
     d, a = i.args
     vec = e.is_vec(a)
-    if kind in _FLOATS:  # NaN keeps its payload: only the sign bit changes
+    if kind in FLOATS:  # NaN keeps its payload: only the sign bit changes
         bits = bits_of(kind)
         top = 1 << (bits - 1)
         e.set(d, f"{e.u(a, bits)} {'&' if name == 'abs' else '^'} {top - 1 if name == 'abs' else top}", vec)
-    elif kind in _INTS:
+    elif kind in INTS:
         bits = bits_of(kind)
         function = ("np.abs" if vec else "abs") if name == "abs" else "-"
         _int_result(e, d, f"{function}({e.s(a, bits)})", bits, vec=vec, signed=True)
@@ -319,7 +318,7 @@ _UNORDERED = {"equ": "eq", "neu": "ne", "ltu": "lt", "leu": "le", "gtu": "gt", "
 
 def _comparison(e: Emit, i: Instr, a: Operand, b: Operand) -> str:
     compare, kind = i.parts[1], i.parts[-1]
-    if kind in _FLOATS:
+    if kind in FLOATS:
         x, y = e.f(a, kind), e.f(b, kind)
         if compare in ("num", "nan"):
             nan = f"(np.isnan({x}) | np.isnan({y}))"
@@ -331,7 +330,7 @@ def _comparison(e: Emit, i: Instr, a: Operand, b: Operand) -> str:
         else:
             text = f"({x} {_COMPARE[compare]} {y})"
         return text if e.is_vec(a, b) else f"bool({text})"
-    if kind not in _INTS or compare not in _COMPARE:
+    if kind not in INTS or compare not in _COMPARE:
         raise Unknown(i)
     get = e.s if kind[0] == "s" and compare not in ("eq", "ne") else e.u
     return f"({get(a, bits_of(kind))} {_COMPARE[compare]} {get(b, bits_of(kind))})"
@@ -354,129 +353,6 @@ def _setp(e: Emit, i: Instr) -> None:
     if second != SINK:
         e.set(second, f"~{text}" if vec else f"not {text}", vec)
     e.set(first, text, vec)
-
-
-@handles("mov")
-def _mov(e: Emit, i: Instr) -> None:
-    kind = i.parts[-1]
-    d, a = i.args
-    bits = bits_of(kind)
-    if isinstance(a, Vec):
-        _pack(e, d, a, bits)
-    elif isinstance(d, Vec):
-        _unpack(e, d, a, bits)
-    else:
-        if bits == 128:
-            assert isinstance(a, Reg)
-        e.set(d, e.u(a, bits), e.is_vec(a))
-
-
-def _pack(e: Emit, d: Operand, source: Vec, bits: int) -> None:
-    each = bits // len(source.items)
-    vec = e.is_vec(*source.items)
-    if bits == 128:
-        e.set(d, "(" + ", ".join(e.u(x, each) for x in source.items) + ")", vec)
-        return
-    texts = [e.u(x, each) for x in source.items]
-    if not vec:
-        e.set(d, " | ".join(f"({t} << {n * each})" if n else t for n, t in enumerate(texts)), False)
-        return
-    terms = []
-    for n, (text, item) in enumerate(zip(texts, source.items, strict=True)):
-        wide = f"{text}.astype(u{bits})" if e.is_vec(item) else text
-        terms.append(f"({wide} << {n * each})" if n else wide)
-    e.set(d, " | ".join(terms), True)
-
-
-def _unpack(e: Emit, d: Vec, a: Operand, bits: int) -> None:
-    each = bits // len(d.items)
-    text, vec = e.u(a, bits), e.is_vec(a)
-    if bits == 128:
-        for n, item in enumerate(d.items):
-            e.set(item, f"{text}[{n}]", vec)
-        return
-    if isinstance(a, Reg) and any(isinstance(x, Reg) and x.name == a.name for x in d.items):
-        name = e.temp()
-        e.line(f"{name} = {text}")
-        text = name
-    for n, item in enumerate(d.items):
-        shifted = f"({text} >> {n * each})" if n else text
-        e.set(item, f"{shifted}.astype(u{each})" if vec else f"{shifted} & {MASK[each]}", vec)
-
-
-@handles("cvt")
-def _cvt(e: Emit, i: Instr) -> None:
-    target, source = i.parts[-2], i.parts[-1]
-    d, *values = i.args
-    vec = e.is_vec(*values)
-    if target in NARROW and source == "f32" and {"rn", "satfinite"} <= set(i.parts):
-        e.set(d, f"pack_narrow({target!r}, {e.u(values[0], 32)}, {e.u(values[1], 32)})", vec)
-        return
-    known = {"cvt", "rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", target, source}
-    if not set(i.parts) <= known:
-        raise Unknown(i)
-    if target in ("f16x2", "bf16x2") and source == "f32" and "rn" in i.parts and "sat" not in i.parts:
-        e.set(d, f"pack_{target}({e.u(values[0], 32)}, {e.u(values[1], 32)})", vec)
-        return
-    if len(values) != 1 or (target not in _FLOATS | _INTS) or (source not in _FLOATS | _INTS):
-        raise Unknown(i)
-    if target in _FLOATS or source in _FLOATS:
-        mode = next((p for p in i.parts if p in ("rz", "rm", "rp", "rni", "rzi", "rmi", "rpi")), "rn")
-        value = e.u(values[0], bits_of(source))
-        text = f"convert({value}, {source!r}, {target!r}, {mode!r}, {'sat' in i.parts})"
-        e.set(d, e.widen(text, d, bits_of(target), target[0] == "s", vec), vec)
-        return
-    if "sat" in i.parts:
-        raise Unknown(i)
-    e.set(d, _resize(e, d, values[0], source, target, vec), vec)
-
-
-def _resize(e: Emit, d: Operand, a: Operand, source: str, target: str, vec: bool) -> str:
-    """Integer to integer: cut, then extend by the sign of the narrower of the two."""
-    low, high = bits_of(source), bits_of(target)
-    width = e.width(d.name) if isinstance(d, Reg) and d != SINK else high
-    keep = min(low, high)
-    signed = (source if low <= high else target)[0] == "s"
-    if vec:
-        text = e.u(a, low)
-        if keep < low:
-            text = f"{text}.astype(u{keep})"
-        if width > keep:
-            return (
-                f"{text}.view(i{keep}).astype(i{width}).view(u{width})"
-                if signed
-                else f"{text}.astype(u{width})"
-            )
-        return text
-    text = e.u(a, low)
-    if keep < low:
-        text = f"({text} & {MASK[keep]})"
-    return f"s{keep}({text}) & {MASK[width]}" if signed and width > keep else text
-
-
-@handles("cvta")
-def _cvta(e: Emit, i: Instr) -> None:
-    """Generic addresses: shared memory of the cluster lies in a window of its own, all else is as it is."""
-    bits = bits_of(i.parts[-1])
-    d, a = i.args[:2]
-    text = e.u(a, bits)
-    for space in ("shared", "local"):
-        if space in i.parts:
-            text = f"({text} & 0xffffffff)" if "to" in i.parts else f"({text} | {space.upper()}_WINDOW)"
-    e.set(d, text, e.is_vec(a))
-
-
-@handles("isspacep")
-def _isspacep(e: Emit, i: Instr) -> None:
-    d, a = i.args
-    shared = f"(({e.u(a, 64)} >> 32) == (SHARED_WINDOW >> 32))"
-    vec = e.is_vec(a)
-    if i.parts[1] == "shared":
-        e.set(d, shared, vec)
-    elif i.parts[1] == "global":
-        e.set(d, f"~{shared}" if vec else f"not {shared}", vec)
-    else:
-        raise Unknown(i)
 
 
 _UNARY = {
@@ -503,21 +379,3 @@ def _copysign(e: Emit, i: Instr) -> None:
     top = 1 << (bits - 1)
     d, a, b = i.args
     e.set(d, f"({e.u(a, bits)} & {top}) | ({e.u(b, bits)} & {top - 1})", e.is_vec(a, b))
-
-
-@handles("mapa")
-def _mapa(e: Emit, i: Instr) -> None:
-    """Address of the same place in another CTA of the cluster."""
-    bits = bits_of(i.parts[-1])
-    d, a, rank = i.args
-    window = "" if "shared" in i.parts else " | SHARED_WINDOW"
-    vec = e.is_vec(a, rank)
-    rank_text = f"{e.u(rank, 32)}.astype(u{bits})" if e.is_vec(rank) and bits == 64 else e.u(rank, 32)
-    e.set(d, f"({e.u(a, bits)} & 0xffffff) | ({rank_text} << 24){window}", vec)
-
-
-@handles("getctarank")
-def _getctarank(e: Emit, i: Instr) -> None:
-    d, a = i.args
-    text = f"({e.u(a, bits_of(i.parts[-1]))} >> 24) & 0xff"
-    e.set(d, f"({text}).astype(u32)" if e.is_vec(a) else text, e.is_vec(a))

@@ -13,7 +13,8 @@ import numpy as np
 from kernels.virtual.detect import NOTHING, Clock, join
 
 if TYPE_CHECKING:
-    from kernels.virtual.machine import Cta, Machine
+    from kernels.virtual.cta import Cta
+    from kernels.virtual.machine import Machine
     from kernels.virtual.memory import Span
     from kernels.virtual.report import Fault
     from kernels.virtual.warp import Warp
@@ -128,8 +129,14 @@ class BarrierMixin:
             self.machine.lint(self.at, f"{barrier.name} is used without an edge from its initialization")
         return barrier
 
-    def mbar_init(self, address: int, count: int) -> None:
-        """mbarrier.init."""
+    def mbar_init(self, address: Any, count: Any, mask: np.ndarray | None = None) -> None:
+        """mbarrier.init; each lane may initialize another one."""
+        if isinstance(address, np.ndarray) or isinstance(count, np.ndarray) or mask is not None:
+            acting = self.mask if mask is None else self.mask & mask
+            pairs = np.stack(np.broadcast_arrays(address, count, np.zeros(32)), axis=1)[acting, :2]
+            for each, arrivals in np.unique(pairs, axis=0).tolist():
+                self.mbar_init(int(each), int(arrivals))
+            return
         if address & 7:
             raise self.fault("alignment", f"mbarrier at {address:#x} is no multiple of 8")
         if not 1 <= count < 1 << 20:
@@ -360,5 +367,9 @@ class BarrierMixin:
             seen, proxied = self.warp.clock
             self.warp.clock = (seen, proxied | seen)
             self.warp.release()
+        elif kind.startswith("proxy.tensormap.generic.release"):
+            self.machine.maps_released |= self.warp.release()[0]
+        elif kind.startswith("proxy.tensormap.generic.acquire"):
+            self.warp.mapped |= self.warp.clock[0] & self.machine.maps_released
         elif kind.startswith(("mbarrier_init", "acq_rel", "sc", "gl", "cta", "sys")):
             self.warp.fenced = join(self.warp.fenced, self.warp.release())

@@ -90,11 +90,13 @@ class Detector:
 
     # A place may name a granule several times; what is stored is the same for all.
 
-    def read(self, shadow: Shadow, place: Place, number: int, clock: Clock) -> None:
-        """A read: the last writer must be known to the reader."""
+    def read(
+        self, shadow: Shadow, place: Place, number: int, clock: Clock, *, fence: str = "fence.proxy.async"
+    ) -> None:
+        """A read: the last writer must be known to the reader. `fence`: what another proxy needs besides."""
         for writer in _distinct(shadow.writer[place]):
             if writer:
-                self._ordered(shadow, place, writer, number, clock, "writes", "reads")
+                self._ordered(shadow, place, writer, number, clock, "writes", "reads", fence)
         before = shadow.readers[place]
         old = _distinct(before)
         if len(old) == 1:
@@ -157,17 +159,16 @@ class Detector:
         return bool(seen >> access.node & 1)
 
     def _ordered(
-        self, shadow: Shadow, place: Place, first: int, second: int, clock: Clock, did: str, does: str
-    ) -> None:
+        self, shadow: Shadow, place: Place, first: int, second: int, clock: Clock, did: str, does: str,
+        fence: str = "fence.proxy.async",
+    ) -> None:  # fmt: skip
         a, b = self.accesses[first], self.accesses[second]
         assert a is not None
         assert b is not None
         if not clock[0] >> a.node & 1:
             self._find("race", shadow, place, a, b, did, does, "nothing orders the first before the second")
         elif a.generic and not b.generic and did == "writes" and not clock[1] >> a.node & 1:
-            missing = (
-                "ordered, but no fence.proxy.async between the generic write and the asynchronous access"
-            )
+            missing = f"ordered, but no {fence} between the generic write and the asynchronous access"
             self._find("proxy fence", shadow, place, a, b, did, does, missing)
 
     def _find(

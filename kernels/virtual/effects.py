@@ -6,10 +6,10 @@ that is not listed is refused by name.
 
 from __future__ import annotations
 
-from kernels.virtual.alu import HANDLERS, bits_of, handles
+from kernels.virtual.alu import bits_of, handles
 from kernels.virtual.cfg import has_result
 from kernels.virtual.emit import Emit, Unknown
-from kernels.virtual.ptx import SINK, Imm, Instr, Mem, Operand, Pair, Reg, Sym, Vec
+from kernels.virtual.ptx import SINK, Instr, Mem, Operand, Pair, Reg, Sym, Vec
 
 SPACES = ("global", "shared", "param", "const", "local")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
@@ -36,7 +36,7 @@ def address(e: Emit, mem: Operand, bits: int = 32) -> str:
     return text
 
 
-def _mask(e: Emit) -> str:
+def mask_of(e: Emit) -> str:
     """Further argument that names the lanes where a guard differs from lane to lane."""
     return f", {e.guard}" if e.guard_vec else ""
 
@@ -80,7 +80,7 @@ def _load(e: Emit, i: Instr) -> None:
         vec = e.is_vec(mem.base) or space == "local"
         where = address(e, mem, 32 if space == "shared" else 64)
         sync = ", sync=True" if _is_sync(i) else ""
-        call = f"w.load_{space}({where}, {size}, {count}{_mask(e)}{sync})"
+        call = f"w.load_{space}({where}, {size}, {count}{mask_of(e)}{sync})"
     if count == 1:
         e.set(items[0], e.widen(call, items[0], size * 8, kind[0] == "s", vec), vec)
         return
@@ -104,7 +104,7 @@ def _store(e: Emit, i: Instr) -> None:
     where = address(e, mem, 32 if space == "shared" else 64)
     values = ", ".join(e.u(v, size * 8) for v in items)
     sync = ", sync=True" if _is_sync(i) else ""
-    e.line(f"w.store_{space}({where}, {size}, ({values},){_mask(e)}{sync})")
+    e.line(f"w.store_{space}({where}, {size}, ({values},){mask_of(e)}{sync})")
 
 
 def _store_async(e: Emit, i: Instr) -> None:
@@ -113,7 +113,7 @@ def _store_async(e: Emit, i: Instr) -> None:
     size = bits_of(i.parts[-1]) // 8
     items = value.items if isinstance(value, Vec) else (value,)
     values = ", ".join(e.u(v, size * 8) for v in items)
-    e.line(f"w.store_async({address(e, mem)}, {size}, ({values},), {address(e, bar)}{_mask(e)})")
+    e.line(f"w.store_async({address(e, mem)}, {size}, ({values},), {address(e, bar)}{mask_of(e)})")
 
 
 @handles("atom", "red")
@@ -129,7 +129,7 @@ def _atomic(e: Emit, i: Instr) -> None:
         raise Unknown(i)
     where = address(e, mem, 32 if space == "shared" else 64)
     texts = ", ".join(e.u(v, bits_of(kind) if not kind.endswith("x2") else 32) for v in values)
-    call = f"w.atomic({space!r}, {op!r}, {kind!r}, {where}, ({texts},){_mask(e)})"
+    call = f"w.atomic({space!r}, {op!r}, {kind!r}, {where}, ({texts},){mask_of(e)})"
     if i.parts[0] == "atom":
         e.set(i.args[0], call, True)
     else:
@@ -141,7 +141,8 @@ def _matrix(e: Emit, i: Instr) -> None:
     load = i.parts[0] == "ldmatrix"
     dst, src = (i.args[0], i.args[1]) if load else (i.args[1], i.args[0])
     count = int(next(p for p in i.parts if p in ("x1", "x2", "x4"))[1:])
-    if "b16" not in i.parts or "m8n8" not in i.parts:
+    of_bytes = not load and {"b8", "m16n8", "trans"} <= set(i.parts)
+    if not of_bytes and ("b16" not in i.parts or "m8n8" not in i.parts):
         raise Unknown(i)
     suspend(e, i, "w.together(0xffffffff)")
     items = dst.items if isinstance(dst, Vec) else (dst,)
@@ -153,7 +154,12 @@ def _matrix(e: Emit, i: Instr) -> None:
             e.set(item, f"{name}[{n}]", True)
     else:
         values = ", ".join(e.u(v, 32) for v in items)
-        e.line(f"w.store_matrix({where}, ({values},), {trans})")
+        call = (
+            f"w.store_matrix_bytes({where}, ({values},))"
+            if of_bytes
+            else f"w.store_matrix({where}, ({values},), {trans})"
+        )
+        e.line(call)
 
 
 # --- within a warp --------------------------------------------------------------------------------
@@ -270,11 +276,11 @@ def _mbarrier(e: Emit, i: Instr) -> None:
     scope = repr(_scope(i))
     count = e.u(args[1], 32) if len(args) > 1 else "1"
     if what == "init":
-        call = f"w.mbar_init({where}, {count})"
-    elif what == "inval":
+        call = f"w.mbar_init({where}, {count}{mask_of(e)})"
+    elif what == "inval" and not e.guard_vec:
         call = f"w.mbar_invalidate({where})"
     elif what in ("expect_tx", "complete_tx"):
-        call = f"w.mbar_{what}({where}, {count}{_mask(e)})"
+        call = f"w.mbar_{what}({where}, {count}{mask_of(e)})"
     elif what in ("arrive", "arrive_drop") and "expect_tx" in i.parts:
         call = f"w.mbar_arrive({where}, 1, {scope}, tx={count}, drop={what == 'arrive_drop'}{_named_mask(e)})"
     elif what in ("arrive", "arrive_drop"):
@@ -336,123 +342,3 @@ def _hint(e: Emit, i: Instr) -> None:
     if "tensormap" in i.parts:
         assert isinstance(i.args[0], Mem)
         e.line(f"w.prefetch_map({address(e, i.args[0], 64)})")
-
-
-# --- asynchronous copies --------------------------------------------------------------------------
-
-
-@handles("cp")
-def _copy(e: Emit, i: Instr) -> None:
-    parts = i.parts
-    if "commit_group" in parts:
-        e.line("w.bulk_commit()" if "bulk" in parts else "w.copy_commit()")
-    elif "wait_group" in parts:
-        name = f"w.bulk_wait({e.u(i.args[0], 32)}, {'read' in parts})"
-        suspend(e, i, name if "bulk" in parts else f"w.copy_wait({e.u(i.args[0], 32)})")
-    elif "wait_all" in parts:
-        suspend(e, i, "w.copy_wait(0)")
-    elif "tensor" in parts:
-        _tensor(e, i)
-    elif "bulk" in parts:
-        _bulk(e, i)
-    elif "mbarrier" in parts and "arrive" in parts:
-        e.line(f"w.copy_arrive({address(e, i.args[0])}, {'noinc' in parts})")
-    else:
-        _copy_async(e, i)
-
-
-def _copy_async(e: Emit, i: Instr) -> None:
-    dst, src, size, *rest = i.args
-    assert isinstance(size, Imm)
-    if not {"shared", "global"} <= set(i.parts):
-        raise Unknown(i)
-    used = e.u(rest[0], 32) if rest and "L2" not in i.parts[-1] else str(size.value)
-    e.line(f"w.copy_async({address(e, dst)}, {address(e, src, 64)}, {size.value}, {used}{_mask(e)})")
-
-
-def _coordinates(e: Emit, mem: Mem) -> str:
-    vector = mem.rest[0]
-    items = vector.items if isinstance(vector, Vec) else (vector,)
-    return "(" + ", ".join(e.s(x, 32) for x in items) + ",)"
-
-
-def _tensor(e: Emit, i: Instr) -> None:
-    parts = i.parts
-    if "im2col" in parts or "gather4" in parts or "scatter4" in parts or "w" in parts or e.guard_vec:
-        raise Unknown(i)
-    if "prefetch" in parts:
-        mem = i.args[0]
-        assert isinstance(mem, Mem)
-        e.line(f"w.tma_prefetch({address(e, mem, 64)}, {_coordinates(e, mem)})")
-        return
-    first, second = i.args[0], i.args[1]
-    assert isinstance(first, Mem)
-    assert isinstance(second, Mem)
-    if "mbarrier" in parts:  # global to shared
-        extra = list(i.args[3:])
-        mask = e.u(extra.pop(0), 16) if "multicast" in parts else "None"
-        pair = 2 if "cta_group::2" in i.op else 0
-        e.line(
-            f"w.tma_load({address(e, first)}, {address(e, second, 64)}, {_coordinates(e, second)}, "
-            f"{address(e, i.args[2])}, {mask}, {pair}, {'shared::cluster' in i.op})"
-        )
-    elif "bulk_group" in parts:
-        op = next((p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), None)
-        if ("reduce" in parts) != (op is not None):
-            raise Unknown(i)
-        e.line(
-            f"w.tma_store({address(e, first, 64)}, {_coordinates(e, first)}, {address(e, second)}, {op!r})"
-        )
-    else:
-        raise Unknown(i)
-
-
-def _bulk(e: Emit, i: Instr) -> None:
-    """cp.async.bulk: bytes in a row."""
-    parts = i.parts
-    if "prefetch" in parts:
-        return
-    if "reduce" in parts or e.guard_vec:
-        raise Unknown(i)
-    dst, src, size = i.args[:3]
-    if "bulk_group" in parts:
-        e.line(f"w.bulk_store({address(e, dst, 64)}, {address(e, src)}, {e.u(size, 32)})")
-        return
-    bar = address(e, i.args[3])
-    if "global" in parts:
-        mask = e.u(i.args[4], 16) if "multicast" in parts else "None"
-        e.line(f"w.bulk_load({address(e, dst)}, {address(e, src, 64)}, {e.u(size, 32)}, {bar}, {mask})")
-    else:
-        e.line(f"w.bulk_copy({address(e, dst)}, {address(e, src)}, {e.u(size, 32)}, {bar})")
-
-
-@handles("tensormap")
-def _tensormap(e: Emit, i: Instr) -> None:
-    raise Unknown(i)
-
-
-# --- cluster launch control -----------------------------------------------------------------------
-
-
-@handles("clusterlaunchcontrol")
-def _clc(e: Emit, i: Instr) -> None:
-    if "try_cancel" in i.parts:
-        multicast = "multicast" in i.parts
-        e.line(f"w.clc_try_cancel({address(e, i.args[0])}, {address(e, i.args[1])}, {multicast})")
-        return
-    response = e.u(i.args[1], 128)
-    if "is_canceled" in i.parts:
-        e.set(i.args[0], f"w.clc_canceled({response})", False)
-        return
-    call = f"w.clc_first({response})"
-    if isinstance(i.args[0], Vec):
-        for n, item in enumerate(i.args[0].items):
-            e.set(item, f"{call}[{n}]", False)
-    else:
-        axis = next(p for p in i.parts if p in ("x", "y", "z"))
-        e.set(i.args[0], f"{call}[{'xyz'.index(axis)}]", False)
-
-
-def known(opcode: str) -> bool:
-    """Whether there is a translation at all."""
-    return opcode in HANDLERS

@@ -2,9 +2,10 @@
 
     python -m kernels.virtual.examples FOLDER [--match tcgen05] [--json FILE]
 
-Each script runs in a process of its own, as it is, with arguments of its own where the list below has some: torch's
-CUDA is the CPU there, launches go to the virtual GPU under three schedules with the detector, and the script's own
-comparison with a reference decides. Nothing of the folder is kept.
+Each script runs in a process of its own: torch's CUDA is the CPU there, launches go to the virtual GPU under three
+schedules with the detector, and the script's own comparison with a reference decides. Arguments, smaller problems and
+scripts with a fault of their own are in third_party.py; a script is "flawed" if what is found is what is known there,
+and it passes without that fault. Nothing of the folder is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -28,16 +30,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kernels import results
+from kernels.virtual.third_party import arguments_of, changed, flaw_of, smaller
 
-_ARGUMENTS = {
-    "fp16_gemm": ["--mnk", "512,512,256"],
-    "hopper/kernel/dense_gemm/dense_gemm_persistent": [
-        "--mnkl", "512,512,200,1", "--tile_shape_mn", "128,256", "--cluster_shape_mn", "2,1",
-    ],
-    "hopper/kernel/dense_gemm/dense_gemm": ["--mnkl", "256,256,128,1", "--cluster_shape_mn", "2,1"],
-    "blackwell/kernel/dense_gemm": ["--mnkl", "512,512,200,1"],
-}  # fmt: skip
 _TIMEOUT = 400
+_DETAIL = 400  # characters of what went wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,17 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="scripts at once")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--inside", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--corrected", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.inside:
-        return run_inside(options.inside)
+        return run_inside(options.inside, corrected=options.corrected)
     scripts = [p for p in sorted(options.folder.rglob("*.py")) if options.match in str(p) and _is_script(p)]
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:  # the threads only wait for processes
         for row in pool.map(lambda path: _run(path, str(path.relative_to(options.folder))), scripts):
             rows.append(row)
-            print(f"{row['outcome']:5} {row['seconds']:6.1f} s  {row['name']}  {row['detail']}", flush=True)
-    passed = sum(r["outcome"] == "pass" for r in rows)
-    print(f"{passed} of {len(rows)} pass")
+            print(f"{row['outcome']:6} {row['seconds']:6.1f} s  {row['name']}  {row['detail']}", flush=True)
+    counts = Counter(row["outcome"] for row in rows)
+    print(f"{counts['pass']} of {len(rows)} pass, {counts['flawed']} have a fault of their own")
     if options.json:
         what = "third-party CuTe DSL examples on the virtual GPU"
         results.write(options.json, what, rows, key="name" if options.match else "")
@@ -70,6 +67,21 @@ def _is_script(path: Path) -> bool:
 
 
 def _run(path: Path, name: str) -> dict[str, Any]:
+    """A row: what became of a script and, where it is known to have a fault, of the script without it."""
+    row = _once(path, name)
+    if small := smaller(path):
+        row["changed"] = "; ".join(f"line {c.line}: {c.new} for {c.old}" for c in small)
+    flaw = flaw_of(path)
+    if flaw is not None:
+        right = _once(path, name, "--corrected")
+        if row["detail"].startswith(f"Fault: {flaw.kind}:") and right["outcome"] == "pass":
+            row["outcome"] = "flawed"
+        row |= {"reason": flaw.why, "without it": f"{right['outcome']}: {right['detail']}"}
+        row["seconds"] = round(row["seconds"] + right["seconds"], 1)
+    return row
+
+
+def _once(path: Path, name: str, *flags: str) -> dict[str, Any]:
     begin = time.perf_counter()
     arch = "sm_90a" if "hopper" in name else "sm_100a"
     with tempfile.TemporaryDirectory() as dump:
@@ -78,7 +90,7 @@ def _run(path: Path, name: str) -> dict[str, Any]:
             "CUTE_DSL_ENABLE_TVM_FFI": "1",
             "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [sys.executable, "-m", "kernels.virtual.examples", ".", "--inside", str(path)]
+        command = [sys.executable, "-m", "kernels.virtual.examples", ".", "--inside", str(path), *flags]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT, check=False
@@ -92,7 +104,7 @@ def _run(path: Path, name: str) -> dict[str, Any]:
         errors = [
             x for x in lines if re.match(r"[\w.]*(Error|Unknown|Fault|Exception)\b|unknown instruction", x)
         ]
-        detail = (errors or lines or ["no output"])[-1][:240]
+        detail = (errors or lines or ["no output"])[-1][:_DETAIL]
     elif not detail:
         code, detail = 1, "launched nothing"
     return {
@@ -103,7 +115,7 @@ def _run(path: Path, name: str) -> dict[str, Any]:
     }
 
 
-def run_inside(path: Path) -> int:
+def run_inside(path: Path, *, corrected: bool) -> int:
     """Run one script in this process."""
     from kernels.virtual import host as hosts
 
@@ -111,12 +123,23 @@ def run_inside(path: Path) -> int:
     _fake_cuda()
     _fake_driver()
     _Everything().install(hosts.host())
-    sys.argv = [str(path), *next((a for key, a in _ARGUMENTS.items() if key in str(path)), [])]
+    sys.argv = [str(path), *arguments_of(path)]
     sys.path.insert(0, str(path.parent))
     _wrap_compile()
-    runpy.run_path(str(path), run_name="__main__")
+    runpy.run_path(str(_changed_copy(path, corrected=corrected)), run_name="__main__")
     print(f"launches: {_Everything.launches}, warp instructions: {_Everything.instructions}")
     return 0
+
+
+def _changed_copy(path: Path, *, corrected: bool) -> Path:
+    """The script itself, or a copy with changes that goes when the run is over."""
+    flaw = flaw_of(path) if corrected else None
+    changes = smaller(path) + (flaw.changes if flaw is not None else ())
+    if not changes:
+        return path
+    copy = Path(os.environ["CUTE_DSL_DUMP_DIR"], path.name)
+    copy.write_text(changed(path.read_text(), changes))
+    return copy
 
 
 class _Everything:
@@ -133,7 +156,7 @@ class _Everything:
     def launch(self, context: Any, how: Any, name: str, arguments: Any) -> None:
         """One launch under three schedules from the same bytes; the last one's results stay."""
         from kernels.virtual.host import Host, _Context
-        from kernels.virtual.machine import Options, schedules
+        from kernels.virtual.launch import Options, schedules
         from kernels.virtual.report import Fault
 
         buffers = _live_tensors()
@@ -201,7 +224,7 @@ def _fake_cuda() -> None:
     cuda.set_device = lambda *_: None
     stream = type("Stream", (), {"cuda_stream": 0, "synchronize": lambda self: None})
     cuda.Stream = stream
-    cuda.current_stream = lambda *_, **__: stream()
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream()
     cuda.init = lambda: None
     cuda.CUDAGraph = type("CUDAGraph", (), {"replay": lambda self: None})
     cuda.graph = lambda *_, **__: nullcontext()  # what would be captured runs at once
@@ -265,7 +288,10 @@ def _wrap_compile() -> None:
     from kernels.virtual.host import on_device
 
     def given(value: Any) -> Any:
-        return on_device(value.detach()) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return on_device(value.detach())
+        wrapped = getattr(value, "_tvm_ffi_tensor", None)  # of cute.runtime.from_dlpack
+        return value if wrapped is None else on_device(wrapped)
 
     class Wrapped:
         def __init__(self, function: Any) -> None:

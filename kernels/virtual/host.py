@@ -21,7 +21,8 @@ import ml_dtypes
 import numpy as np
 
 from kernels.virtual import tensormap
-from kernels.virtual.machine import Launch, Options, Schedule, launch_machine, schedules
+from kernels.virtual.launch import Launch, Options, Schedule, schedules
+from kernels.virtual.machine import launch_machine
 from kernels.virtual.report import Fault, Finding, Report, Run
 from kernels.virtual.translate import translate
 
@@ -111,6 +112,7 @@ class Host:
     ) -> int:  # fmt: skip
         if any(steps[i] != 1 for i in range(rank)):
             return 1
+        kind = tensormap.DRIVER_KINDS.get(kind, kind)
         data = tensormap.encode(
             address or 0, kind, dims[:rank], strides[: rank - 1], box[:rank], swizzle, interleave
         )

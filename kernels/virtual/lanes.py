@@ -274,18 +274,23 @@ def pack_f16x2(hi: Value, lo: Value) -> Value:
 NARROW: dict[str, tuple[Any, float]] = {
     "e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0),
     "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0),
+    "e2m1x2": (ml_dtypes.float4_e2m1fn, 6.0),
 }
 
 
 def pack_narrow(kind: str, hi: Value, lo: Value) -> Value:
-    """cvt.rn.satfinite of two fp32 to fp8, packed in 16 bits; NaN is 0x7f."""
+    """cvt.rn.satfinite of two fp32 to fp8 (packed in 16 bits, NaN is 0x7f) or E2M1 (in 8 bits, NaN the largest)."""
     dtype, largest = NARROW[kind]
     bits = np.empty((32, 2), u32)
     bits[:, 0], bits[:, 1] = lo, hi
     values = bits.view(f32)
-    narrow = np.clip(values, -largest, largest).astype(dtype).view(np.uint8)
-    narrow = np.where(np.isnan(values), np.uint8(0x7F), narrow)
-    words = np.ascontiguousarray(narrow).view(u16).reshape(32)
+    narrow = np.clip(np.nan_to_num(values, nan=largest), -largest, largest).astype(dtype).view(np.uint8)
+    words: np.ndarray
+    if kind == "e2m1x2":
+        words = narrow[:, 0] | narrow[:, 1] << 4
+    else:
+        narrow = np.where(np.isnan(values), np.uint8(0x7F), narrow)
+        words = np.ascontiguousarray(narrow).view(u16).reshape(32)
     return words if isinstance(hi, np.ndarray) or isinstance(lo, np.ndarray) else int(words[0])
 
 

@@ -1,8 +1,6 @@
 """The virtual GPU: receives a program and a launch, hands on a `Run` of it under one schedule.
 
-Warps run one at a time until they wait. Asynchronous work is done when the schedule says: *early* at once,
-*late* only when no warp can go on, *random* in between, in an order drawn from a seed, with warps preempted
-too.
+Warps run one at a time until they wait. Asynchronous work is done when the schedule says (launch.py).
 """
 
 from __future__ import annotations
@@ -11,26 +9,24 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kernels.perfetto import Span as Stretch
 from kernels.virtual.barriers import MBarrier, Meeting
-from kernels.virtual.copies import Issue
-from kernels.virtual.detect import GRANULE, Clock, Detector, Shadow, join
-from kernels.virtual.memory import GlobalMemory, Parameter, Span
+from kernels.virtual.cta import RESERVED, SMEM_BYTES, Cluster, Cta
+from kernels.virtual.detect import Clock, Detector, join
+from kernels.virtual.issue import Issue
+from kernels.virtual.launch import Launch, Options
+from kernels.virtual.memory import GlobalMemory, Parameter
 from kernels.virtual.ptx import Instr
 from kernels.virtual.report import Fault, Finding, Run
-from kernels.virtual.tensor import COLUMNS, LANES
 from kernels.virtual.tensormap import TensorMap
 from kernels.virtual.timing import Timing
-from kernels.virtual.translate import Program
 from kernels.virtual.warp import GATHER, Group, Warp
 
-SMEM_BYTES = 232_448  # the most a CTA may ask for on sm_90 and sm_100
-RESERVED = 1024  # at the bottom of each CTA's window
 _TIMED_BUDGET = 64  # blocks that a warp runs ahead in the model
 _POLLING = 2_000  # blocks run without any progress before late work is done all the same
 _SPIN_LIMIT = 1_000_000  # blocks run without any progress before a spin counts as a deadlock
@@ -41,225 +37,6 @@ Work = tuple[
 ]  # what an operation costs: ("load", bytes), ("store", bytes), ("mma", m, n, k, CTAs), ("commit",)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What the host asked for."""
-
-    program: Program
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    dynamic_bytes: int
-    params: tuple[bytes, ...]
-    explicit_cluster: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When asynchronous work is done: "late", "early" or "random"."""
-
-    kind: str
-    seed: int = 0
-
-    def __str__(self) -> str:
-        return f"random {self.seed}" if self.kind == "random" else self.kind
-
-
-LATE, EARLY = Schedule("late"), Schedule("early")
-
-
-def schedules(count: int = 3) -> list[Schedule]:
-    """Late, early and as many random ones as are left."""
-    return [LATE, EARLY, *(Schedule("random", seed) for seed in range(1, count - 1))][:count]
-
-
-class Cluster:
-    """CTAs that share a window of shared memory."""
-
-    def __init__(self, machine: Machine, index: tuple[int, int, int]) -> None:
-        launch = machine.launch
-        self.index = index
-        self.shape = launch.cluster
-        self.grid = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
-        self.size = int(np.prod(launch.cluster))
-        self.explicit = int(launch.explicit_cluster)
-        self.meeting = Meeting(f"cluster barrier of cluster {index}")
-        self.members = [Cta(machine, self, rank) for rank in range(self.size)]
-        self._owners = {id(member.smem): member for member in self.members}
-
-    def member(self, rank: int) -> Cta | None:
-        """The CTA of a rank."""
-        return self.members[rank] if rank < self.size else None
-
-    def owner(self, span: Span) -> Cta | None:
-        """The CTA whose shared memory this is; None for global memory."""
-        return self._owners.get(id(span))
-
-    def live_threads(self) -> int:
-        """Threads that have not exited."""
-        return sum(m.live_threads() for m in self.members)
-
-
-class Cta:
-    """A thread block: its memories, barriers and warps."""
-
-    def __init__(self, machine: Machine, cluster: Cluster, rank: int) -> None:
-        launch = machine.launch
-        self.machine = machine
-        self.cluster = cluster
-        self.rank = rank
-        cx, cy, _ = launch.cluster
-        self.in_cluster = (rank % cx, rank // cx % cy, rank // (cx * cy))
-        self.index = tuple(
-            base * size + place
-            for base, size, place in zip(cluster.index, launch.cluster, self.in_cluster, strict=True)
-        )
-        self.label = ",".join(map(str, self.index))
-        self.grid, self.block = launch.grid, launch.block
-        self.window = rank << 24
-        self.sm = machine.next_sm()
-        self.params = machine.params
-        self.dynamic_bytes = launch.dynamic_bytes
-        self.smem_bytes = launch.program.static_bytes - RESERVED + launch.dynamic_bytes
-        size = RESERVED + self.smem_bytes
-        raw = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
-        self.smem = Span(f"shared memory of CTA {self.label}", self.window, size, self.window, raw)
-        self.smem.end = size
-        self.mbarriers: dict[int, MBarrier] = {}
-        self.meetings: dict[int, Meeting] = {}
-        self.watched: dict[str, tuple[Meeting, int]] = {}
-        self.gone = False
-        self.touched: dict[int, tuple[str, str]] = {}  # accesses from other CTAs: node, who and where
-        self.signals: dict[int, Issue] = {}  # commits from other CTAs, by the nodes of their signals
-        self.known = 0  # nodes that warps knew to be over when they exited
-        self.relinquished = False
-        self.tmem = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
-        self.tmem_used = np.zeros(COLUMNS, bool)
-        self.tmem_blocks: dict[int, int] = {}
-        self.tmem_users: list[int] = []  # accesses that were remembered when it was freed
-        self.freed_from: int | None = None  # where the other CTA of a pair has freed it
-        self._tmem_shadow: Shadow | None = None
-        self.register_waits: dict[int, dict[int, int]] = {}
-        self.given: dict[
-            tuple[int, int], set[int]
-        ] = {}  # warps that gave registers up, by warpgroup and place
-        threads = int(np.prod(launch.block))
-        self.warps = [Warp(self, n) for n in range(-(-threads // 32))]
-
-    def tmem_shadow(self) -> Shadow:
-        """The detector's notes on tensor memory: a row a group of 16 lanes, a column a word."""
-        if self._tmem_shadow is None:
-            shadow = Shadow(f"tensor memory of CTA {self.label}", LANES // 16 * COLUMNS * GRANULE, 0)
-            shadow.fold(COLUMNS)
-            self._tmem_shadow = shadow
-        return self._tmem_shadow
-
-    def live_threads(self) -> int:
-        """Threads that have not exited; a warp that has left in part counts whole."""
-        return 32 * sum(not w.exited for w in self.warps)
-
-    def watch(self, meeting: Meeting, threads: int) -> None:
-        """Remember a barrier for all threads: it may open when others exit."""
-        self.watched[meeting.name] = (meeting, threads)
-
-    def touch(self, node: int, who: str, where: str) -> None:
-        """Another CTA signals, reads or writes here: this one must not exit before it knows that to be over."""
-        if self.machine.detector is not None:
-            self.touched.setdefault(node, (who, where))
-
-    def lanes_left(self, group: Group) -> None:
-        """Some lanes have exited."""
-        warp = group.warp
-        if len(warp.groups) > 1:
-            return
-        self.known |= warp.clock[0]
-        for groups in warp.bulk.values():
-            for store in (s for g in groups for s in g):
-                if not store.waited:
-                    self.machine.find(
-                        "protocol",
-                        f"{warp} exits at {group.where()} without waiting for its {store.write.who}",
-                    )
-                    break
-        self.machine.exits.append(warp)
-
-    def settle_exits(self) -> None:
-        """A warp has gone: barriers for all threads may open, and the CTA may be over."""
-        for meeting, threads in self.watched.values():
-            if not threads and meeting.arrived:
-                meeting.expected = self.live_threads()
-                if meeting.arrived >= meeting.expected:
-                    meeting.open()
-                    self.machine.wake(meeting)
-        meeting = self.cluster.meeting
-        if meeting.arrived:
-            meeting.expected = self.cluster.live_threads()
-            if meeting.arrived >= meeting.expected:
-                meeting.open()
-                self.machine.wake(meeting)
-        if not self.gone and all(w.exited for w in self.warps):
-            self.gone = True
-            self._check_end()
-            self.machine.cta_over(self)
-
-    def _check_end(self) -> None:
-        if self.machine.options.covered is not None:
-            used = {b.line for b in self.mbarriers.values() if b.phase or b.pending != b.count}
-            self.machine.used_lines |= used
-            self.machine.idle_lines |= {b.line for b in self.mbarriers.values()} - used
-        for first, columns in self.tmem_blocks.items():
-            self.machine.find(
-                "tensor memory", f"CTA {self.label} exits without freeing {columns} columns at column {first}"
-            )
-        unknown = [what for node, what in self.touched.items() if not self.known >> node & 1]
-        if unknown:
-            who, where = unknown[-1]
-            self.machine.find(
-                "exit",
-                f"CTA {self.label} exits, and nothing orders that after {who} at {where}, which reaches it "
-                f"from another CTA (one of {len(unknown)})",
-            )
-        for (number, at), warps in self.given.items():
-            if len(warps) < sum(w.index // 4 == number for w in self.warps):
-                self.machine.lint(at, "not every warp of the warpgroup gives up its registers")
-        for node, issue in self.signals.items():
-            if self.machine.detector is not None and not self.known >> node & 1:
-                text = (
-                    f"{issue.who.partition(' of ')[0]} to another CTA that exits without a wait for it: only a later "
-                    f"signal of the same thread says that it has arrived"
-                )
-                self.machine.lint(issue.at, text)
-        for barrier in self.mbarriers.values():
-            if barrier.bytes > 0:
-                self.machine.find("barrier", f"CTA {self.label} exits while {barrier} waits for bytes")
-
-    def set_registers(self, group: Group, way: str, count: int) -> bool:
-        """setmaxnreg: all four warps of a warpgroup have to execute it. Who gives registers up doesn't wait."""
-        warp = group.warp
-        key = warp.index // 4
-        if way == "dec":
-            warp.registers = count
-            self.given.setdefault((key, group.at), set()).add(warp.index)
-            return True
-        arrived = self.register_waits.setdefault(key, {})
-        arrived.setdefault(warp.index, 0)
-        members = [w for w in self.warps if w.index // 4 == key]
-        if warp.registers == count and arrived[warp.index] == 1:
-            arrived[warp.index] = 0
-            return True
-        arrived[warp.index] = 2 if arrived[warp.index] == 0 else arrived[warp.index]
-        if all(arrived.get(w.index) == 2 for w in members):
-            for w in members:
-                w.registers = count
-                arrived[w.index] = 1
-            self.machine.wake(self.register_waits)
-            self.machine.progress += 1
-            arrived[warp.index] = 0
-            return True
-        group.block(self.register_waits)
-        return False
-
-
 @dataclass(slots=True)
 class Operation:
     """Asynchronous work that has been issued."""
@@ -267,19 +44,6 @@ class Operation:
     run: Callable[[], None]
     engine: str
     issue: Issue
-
-
-@dataclass(slots=True)
-class Options:
-    """How to run."""
-
-    schedule: Schedule = LATE
-    detect: bool = True
-    sms: int = 8
-    roles: dict[int, str] = field(default_factory=dict)
-    barriers: dict[int, str] = field(default_factory=dict)  # names by offset in shared memory
-    timing: Timing | None = None  # the model's clock
-    covered: set[int] | None = None  # takes the PTX lines that are run
 
 
 class Machine:
@@ -298,6 +62,7 @@ class Machine:
         self.params = [Parameter(data) for data in launch.params]
         self.maps: dict[bytes, TensorMap] = {}
         self.map_bytes: dict[int, bytes] = {}
+        self.maps_released = 0  # nodes whose writes of tensor maps a release fence covers
         self.sync_clocks: dict[Any, Clock] = {}
         self.findings: list[Finding] = []
         self.lints: dict[str, Finding] = {}
@@ -670,6 +435,3 @@ def launch_machine(launch: Launch, buffers: Sequence[tuple[str, int, int]], opti
     for name, address, size in buffers:
         memory.add(name, address, size)
     return Machine(launch, memory, options).run()
-
-
-__all__ = ["EARLY", "LATE", "Launch", "Machine", "Options", "Schedule", "launch_machine", "schedules"]

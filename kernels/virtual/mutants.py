@@ -28,7 +28,7 @@ from kernels.problem import DType, Problem
 from kernels.verify import check
 from kernels.virtual import edits
 from kernels.virtual.host import on_device, run
-from kernels.virtual.machine import EARLY, LATE, Options, Schedule
+from kernels.virtual.launch import EARLY, LATE, Options, Schedule
 from kernels.virtual.ptx import PtxError
 from kernels.virtual.spread import spread
 from kernels.virtual.survivors import why

@@ -19,7 +19,7 @@ from kernels.problem import Problem
 from kernels.runtime import Check, Runtime, _Ready
 from kernels.selector import Variant
 from kernels.virtual.host import host, on_device, run
-from kernels.virtual.machine import Options
+from kernels.virtual.launch import Options
 from kernels.virtual.report import Report
 
 

@@ -21,7 +21,7 @@ from kernels.libraries import Libraries
 from kernels.problem import Activation, BiasDim, Epilogue, Problem
 from kernels.verify import Verdict, check
 from kernels.virtual.host import host, on_device, run
-from kernels.virtual.machine import Options, Schedule
+from kernels.virtual.launch import Options, Schedule
 from kernels.virtual.report import Finding, Report
 
 

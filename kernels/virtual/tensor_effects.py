@@ -25,6 +25,8 @@ def _tcgen05(e: Emit, i: Instr) -> None:
         _load(e, i)
     elif what == "st":
         _store(e, i)
+    elif what == "cp":
+        _copy(e, i)
     elif what == "wait":
         suspend(e, i, f"w.tc_wait({i.parts[2]!r})")
     elif what == "fence":
@@ -39,7 +41,36 @@ def _tcgen05(e: Emit, i: Instr) -> None:
         raise Unknown(i)
 
 
+_SCALES = {  # kind and vector size, and for them whether values are packed and scales a row
+    "mxf8f6f4": {"": (False, 1), "1X": (False, 1), "block32": (False, 1)},
+    "mxf4": {"": (True, 2), "2X": (True, 2), "block32": (True, 2)},
+    "mxf4nvf4": {"2X": (True, 2), "block32": (True, 2), "4X": (True, 4), "block16": (True, 4)},
+}
+
+
+def _mma_scaled(e: Emit, i: Instr) -> None:
+    kind = next((p for p in _SCALES if p in i.parts), "")
+    size = next((p for p in i.parts if p in ("1X", "2X", "4X", "block16", "block32")), "")
+    plain = {"tcgen05", "mma", "cta_group", "1", "2", "kind", kind, "block_scale", "scale_vec", size}
+    plain |= {"collector", "a", "discard", "fill", "use", "lastuse", ""}
+    if size not in _SCALES.get(kind, {}) or not set(i.parts) <= plain or e.guard_vec or len(i.args) != 7:
+        raise Unknown(i)
+    packed, vector = _SCALES[kind][size]
+    d, a, b, idesc, scale_a, scale_b, enable = i.args
+    from_tmem = isinstance(a, Mem)
+    if from_tmem and packed:
+        raise Unknown(i, "packed values from tensor memory")
+    a_text = address(e, a) if from_tmem else e.u(a, 64)
+    e.line(
+        f"w.tc_mma_scaled({packed}, {vector}, {address(e, d)}, {a_text}, {e.u(b, 64)}, {e.u(idesc, 32)}, "
+        f"({address(e, scale_a)}, {address(e, scale_b)}), {e.u(enable, 1)}, {_pair(i)}, {from_tmem})"
+    )
+
+
 def _mma(e: Emit, i: Instr) -> None:
+    if "block_scale" in i.parts:
+        _mma_scaled(e, i)
+        return
     kind = next((p for p in ("f16", "tf32", "f8f6f4", "i8") if p in i.parts), None)
     plain = {"tcgen05", "mma", "cta_group", "1", "2", "kind", "f16", "tf32", "collector", "a"}
     plain |= {"discard", "fill", "use", "lastuse", "f8f6f4"}
@@ -59,6 +90,18 @@ def _mma(e: Emit, i: Instr) -> None:
     e.line(
         f"w.tc_mma({kind!r}, {address(e, d)}, {a_text}, {e.u(b, 64)}, {e.u(idesc, 32)}, {e.u(enable, 1)}, "
         f"{_pair(i)}, {from_tmem}, {masks})"
+    )
+
+
+def _copy(e: Emit, i: Instr) -> None:
+    shape = next((p for p in i.parts if p in ("128x256b", "4x256b", "128x128b", "64x128b", "32x128b")), None)
+    form = next((p for p in i.parts if p in ("02_13", "01_23", "warpx4")), "")
+    needs = {"64x128b": ("02_13", "01_23"), "32x128b": ("warpx4",)}.get(str(shape), ("",))
+    if shape is None or form not in needs or "b6x16_p32" in i.parts or e.guard_vec:
+        raise Unknown(i)
+    e.line(
+        f"w.tc_copy({address(e, i.args[0])}, {e.u(i.args[1], 64)}, {shape!r}, {form!r}, "
+        f"{'b4x16_p64' in i.parts}, {_pair(i)})"
     )
 
 

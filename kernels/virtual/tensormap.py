@@ -14,10 +14,19 @@ from functools import lru_cache
 
 import numpy as np
 
-# Bytes an element, by CUtensorMapDataType; what the compiler writes itself has 10 for bfloat16, where the driver's
-# enumeration has 9 (and 10 for fp32 with denormals flushed, which no kernel here asks for).
-ITEM_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 2, 11: 4, 12: 4}
-FLOAT_KINDS = {6: "f16", 7: "f32", 8: "f64", 9: "bf16", 10: "bf16", 11: "f32", 12: "f32"}
+# By element type, in the numbers that a map holds, which are those of tensormap.replace (the driver's differ): bytes
+# of an item, and elements in one. Elements of 4 bits come by 16; padded, they take 16 bytes in shared memory.
+ITEMS = {
+    0: (1, 1), 1: (2, 1), 2: (4, 1), 3: (4, 1), 4: (8, 1), 5: (8, 1), 6: (2, 1), 7: (4, 1), 8: (4, 1), 9: (8, 1),
+    10: (2, 1), 11: (4, 1), 12: (4, 1), 13: (1, 2), 14: (8, 16),
+}  # fmt: skip
+PADDED = 14
+FLOAT_KINDS = {6: "f16", 7: "f32", 8: "f32", 9: "f64", 10: "bf16", 11: "f32", 12: "f32"}
+DRIVER_KINDS = {
+    8: 9,
+    9: 10,
+    10: 8,
+}  # CUtensorMapDataType where it differs: fp64, bfloat16, fp32 with denormals flushed
 SPANS = (0, 32, 64, 128)  # bytes of a swizzle atom's row, by mode
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -34,11 +43,18 @@ class TensorMap:
     box: tuple[int, ...]
     span: int  # bytes of the swizzle, 0 for none
     interleave: int
+    per_item: int = 1  # elements of the tensor in one item; coordinates count elements
+    padded: bool = False
 
     @property
     def box_bytes(self) -> int:
-        """Bytes of a whole box; what lies outside the tensor counts too."""
+        """Bytes of a whole box in global memory, which a barrier counts; what lies outside the tensor counts too."""
         return int(np.prod(self.box)) * self.item
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of a whole box in shared memory."""
+        return self.box_bytes * (2 if self.padded else 1)
 
     @property
     def reach(self) -> int:
@@ -57,9 +73,37 @@ def decode(data: bytes) -> TensorMap:
     dims = tuple(d + 1 for d in struct.unpack_from(f"<{rank}I", data, 32))
     strides = tuple(s * 16 for s in struct.unpack_from(f"<{rank - 1}I", data, 12))
     box = tuple(b + 1 for b in data[55 : 55 + rank])
-    return TensorMap(
-        address, ITEM_BYTES.get(kind, 0), kind, dims, strides, box, SPANS[word >> 13 & 3], word >> 11 & 3
-    )
+    item, per_item = ITEMS.get(kind, (0, 1))
+    dims, box = (-(-dims[0] // per_item), *dims[1:]), (box[0] // per_item, *box[1:])
+    span, interleave = SPANS[word >> 13 & 3], word >> 11 & 3
+    return TensorMap(address, item, kind, dims, strides, box, span, interleave, per_item, kind == PADDED)
+
+
+def replaced(data: bytes, field: str, ordinal: int, value: int) -> bytes:
+    """tensormap.replace: the map with another value in a field. Raises ValueError for what a field can't hold."""
+    out = bytearray(data)
+    (word,) = struct.unpack_from("<I", data, 8)
+    shift, width = {
+        "rank": (4, 3),
+        "elemtype": (7, 4),
+        "interleave_layout": (11, 2),
+        "swizzle_mode": (13, 2),
+    }.get(field, (0, 0))
+    if width:
+        if value >> width:
+            raise ValueError(f"{field} {value}")
+        struct.pack_into("<I", out, 8, word & ~(((1 << width) - 1) << shift) | value << shift)
+    elif field == "global_address":
+        struct.pack_into("<Q", out, 0, value)
+    elif ordinal > 4 or value < 1:
+        raise ValueError(f"{field} {value} of dimension {ordinal}")
+    elif field == "global_dim":
+        struct.pack_into("<I", out, 32 + 4 * ordinal, value - 1)
+    elif field == "box_dim" and value <= 256:
+        out[55 + ordinal] = value - 1
+    else:
+        raise ValueError(f"{field} {value}")
+    return bytes(out)
 
 
 def encode(

@@ -66,7 +66,7 @@ class Timing:
                 self._span(s, engine, kind, served)
             self.queue_done[queue] = max(self.queue_done.get(queue, 0.0), served.seen)
             return served.seen
-        return max(warp.time, self.queue_done.get(queue, 0.0))  # a commit
+        return max(warp.time, self.queue_done.get(queue, 0.0))  # a commit, or a copy of scales
 
     def _span(self, sm: int, lane: str, name: str, served: Served) -> Served:
         if self.keep:

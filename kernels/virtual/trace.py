@@ -11,7 +11,7 @@ from typing import Any
 from kernels import perfetto
 from kernels.chips import CHIPS
 from kernels.problem import DType, Problem
-from kernels.virtual.machine import LATE, Options
+from kernels.virtual.launch import LATE, Options
 from kernels.virtual.timing import Timing
 
 

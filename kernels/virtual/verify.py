@@ -18,7 +18,7 @@ from typing import Any
 
 from kernels import results
 from kernels.virtual.cases import cases
-from kernels.virtual.machine import Options
+from kernels.virtual.launch import Options
 from kernels.virtual.ptx import PtxError
 from kernels.virtual.spread import Result, spread
 from kernels.virtual.subject import Case, Subject, have

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.virtual.access import AccessMixin
+from kernels.virtual.atomics import AtomicMixin
 from kernels.virtual.barriers import BarrierMixin
+from kernels.virtual.block_scale import BlockScaleMixin
 from kernels.virtual.copies import CopyMixin
 from kernels.virtual.detect import NOTHING, Clock
 from kernels.virtual.lanes import Value
 from kernels.virtual.report import Fault
-from kernels.virtual.tensor import TensorMixin
+from kernels.virtual.tma import TmaMixin
+from kernels.virtual.wgmma import WgmmaMixin
 
 if TYPE_CHECKING:
-    from kernels.virtual.machine import Cta, Machine
+    from kernels.virtual.cta import Cta
+    from kernels.virtual.machine import Machine
 
 _LANES = np.arange(32)
 _ONE_LANE: list[np.ndarray] = [np.equal(_LANES, n) for n in range(32)]
@@ -45,6 +48,7 @@ class Warp:
         self.clock: Clock = NOTHING
         self.node = 0
         self.fenced: Clock = NOTHING  # what a release fence covered, for relaxed arrivals
+        self.mapped = 0  # nodes whose writes of tensor maps its TMA operations may rely on
         self.registers = 0
         self.waits: dict[Any, int] = {}  # generation of a barrier that this warp waits for
         self.bulk: dict[int, list[list[Any]]] = {}  # bulk groups by lane, the open one last
@@ -171,7 +175,7 @@ class Warp:
 GATHER = "gather"
 
 
-class Group(AccessMixin, BarrierMixin, CopyMixin, TensorMixin):
+class Group(AtomicMixin, BarrierMixin, CopyMixin, TmaMixin, BlockScaleMixin, WgmmaMixin):
     """Lanes of a warp that run together; generated code calls its methods. `at` is the instruction."""
 
     def __init__(self, warp: Warp, mask: np.ndarray, pc: int, registers: list[Any]) -> None:

@@ -40,7 +40,7 @@ def test_each_way_to_share_a_tile_is_put_under_stress() -> None:
 @pytest.mark.parametrize(("member", "store"), MEMBERS, ids=lambda x: str(getattr(x, "tiling", x)))
 def test_delays_change_nothing_on_the_virtual_gpu(root: Path, member: Any, store: str) -> None:
     from kernels.virtual.host import run
-    from kernels.virtual.machine import Options, Schedule
+    from kernels.virtual.launch import Options, Schedule
     from kernels.virtual.subject import Case, Subject, family_arguments, operands
 
     t = member.tiling

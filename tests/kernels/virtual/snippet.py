@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from kernels.virtual.host import buffer_of
-from kernels.virtual.machine import Launch, Options, launch_machine
+from kernels.virtual.launch import Launch, Options
+from kernels.virtual.machine import launch_machine
 from kernels.virtual.report import Run
 from kernels.virtual.translate import translate
 

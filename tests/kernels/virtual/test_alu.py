@@ -212,3 +212,18 @@ def test_two_fp32_become_fp8_clamped(kind: str, dtype: type) -> None:
     np.testing.assert_array_equal((out >> 8).astype(np.uint8), high.astype(dtype).view(np.uint8))
     largest = {"e4m3x2": 448.0, "e5m2x2": 57344.0}[kind]
     np.testing.assert_array_equal((out & 255).astype(np.uint8).view(dtype).astype(np.float32), largest)
+
+
+def test_two_fp32_become_fp4_clamped() -> None:
+    """The first source in the upper half of the byte; ties go to even, NaN to the largest."""
+    high = np.linspace(-7, 7, 32, dtype=np.float32)
+    low = np.where(np.arange(32) % 2, np.nan, 2.5).astype(np.float32)
+    out = each_lane(
+        "{ .reg .b8 %b1; cvt.rn.satfinite.e2m1x2.f32 %b1, %r1, %r2; cvt.u32.u8 %r31, %b1; }",
+        high.view(np.uint32),
+        low.view(np.uint32),
+    )
+    values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    expected = np.clip(high, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(values[out >> 4], expected)
+    np.testing.assert_array_equal(values[out & 15], np.where(np.isnan(low), 6.0, 2.0))

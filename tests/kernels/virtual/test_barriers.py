@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels.virtual.machine import EARLY, LATE, Schedule
+from kernels.virtual.launch import EARLY, LATE, Schedule
 from tests.kernels.virtual.snippet import execute, good, kinds
 
 INIT = """
@@ -202,3 +202,20 @@ def test_an_invalidated_barrier_is_none() -> None:
     run = execute(body.replace("{again}", again), np.zeros(1, np.uint32), block=64)
     assert kinds(run) == {"barrier"}
     assert "there is no mbarrier" in str(run.findings[0])
+
+
+def test_lanes_may_initialize_barriers_of_their_own() -> None:
+    """Four lanes, four barriers of another count each; the other lanes leave the fifth one alone."""
+    body = """
+    mov.b32 %r1, smem; shl.b32 %r2, %r0, 3; add.s32 %r3, %r1, %r2; add.s32 %r4, %r0, 1; setp.lt.u32 %p1, %r0, 4;
+    @%p1 mbarrier.init.shared.b64 [%r3], %r4; bar.warp.sync -1;
+    mbarrier.arrive.shared.b64 _, [%r1+@OFFSET@], 1; elect.sync %r21|%p2, -1;
+    """
+    run = execute(body.replace("@OFFSET@", "32"), np.zeros(1, np.uint32))
+    assert "there is no mbarrier" in str(run.findings[0])
+    one = body.replace("mbarrier.arrive", "setp.eq.u32 %p3, %r0, 0; @%p3 mbarrier.arrive")
+    good(execute(one.replace("@OFFSET@", "0"), np.zeros(1, np.uint32)))
+    run = execute(
+        one.replace("%p3, %r0, 0", "%p3, %r0, %r0").replace("@OFFSET@", "24"), np.zeros(1, np.uint32)
+    )
+    assert "beyond the count" in str(run.findings[0])  # 32 arrivals at one for four

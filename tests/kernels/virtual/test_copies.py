@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.virtual import tensormap
-from kernels.virtual.machine import EARLY, LATE, Schedule
+from kernels.virtual.launch import EARLY, LATE, Schedule
 from kernels.virtual.report import Run
 from tests.kernels.virtual.snippet import execute, good, kinds
 
@@ -87,6 +87,58 @@ def test_a_dropped_wait_is_a_race_and_wrong_bytes_a_deadlock() -> None:
     run, _ = load(source(), 0, 0, (32, 8), 0, count=1024)
     assert kinds(run) == {"deadlock"}
     assert "512 bytes outstanding" in str(run.findings[0])
+
+
+def test_padded_elements_of_4_bits() -> None:
+    """16 elements are 8 bytes of the tensor and 16 in shared memory; the barrier counts those of the tensor."""
+    array = np.random.default_rng(2).integers(0, 256, (8, 64), np.uint8)
+    data = tensormap.encode(array.ctypes.data, 14, (128, 8), (64,), (64, 4), 0, 0)
+    out = np.zeros((4, 4, 16), np.uint8)
+    body = LOAD.format(bytes=4 * 32, x=64, y=2, wait=WAIT) + DUMP.format(bytes=4 * 64)
+    good(execute(body, out, array, maps=[data], smem=9000))
+    np.testing.assert_array_equal(out[..., :8], array[2:6, 32:].reshape(4, 4, 8))
+    assert not out[..., 8:].any()
+
+
+REPLACE = """
+    mov.b64 %d10, m0; mov.b32 %r40, 0;
+    elect.sync %r21|%p2, -1; @!%p2 bra $COPIED;
+    $M: cvt.u64.u32 %d11, %r40; add.s64 %d12, %d10, %d11; ld.param.b64 %d13, [%d12]; add.s64 %d14, %d2, %d11;
+    st.global.b64 [%d14], %d13; add.s32 %r40, %r40, 8; setp.lt.u32 %p3, %r40, 128; @%p3 bra $M;
+    add.s64 %d15, %d1, 512;
+    tensormap.replace.tile.global_address.global.b1024.b64 [%d2], %d15;
+    tensormap.replace.tile.global_dim.global.b1024.b32 [%d2], 1, 5;
+    {release}
+    {acquire}
+    $COPIED: bar.warp.sync -1;
+"""
+RELEASE = "fence.proxy.tensormap::generic.release.gpu;"
+ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [%d2], 128;"
+
+
+def through_a_replaced_map(release: str, acquire: str) -> tuple[Run, np.ndarray, np.ndarray]:
+    """The map moves four rows down and ends after five."""
+    array, out, room = source(), np.zeros((8, 32), np.uint16), np.zeros(32, np.uint64)
+    at = -(room.ctypes.data // 8) % 16
+    load = LOAD.replace("mov.b64 %d10, m0;", "mov.b64 %d10, %d2;").format(bytes=512, x=0, y=0, wait=WAIT)
+    body = REPLACE.format(release=release, acquire=acquire) + load + DUMP.format(bytes=512)
+    run = execute(body, out, array, room[at : at + 16], maps=[map_of(array, (32, 8))], smem=9000)
+    return run, out, array
+
+
+def test_a_map_is_replaced_field_by_field() -> None:
+    run, out, array = through_a_replaced_map(RELEASE, ACQUIRE)
+    good(run)
+    expected = np.zeros((8, 32), np.uint16)
+    expected[:5] = array.view(np.uint16)[4:9, :32]
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(("release", "acquire"), [("", ACQUIRE), (RELEASE, ""), ("", "")])
+def test_a_replaced_map_needs_both_fences(release: str, acquire: str) -> None:
+    run, *_ = through_a_replaced_map(release, acquire)
+    assert kinds(run) == {"proxy fence"}
+    assert "fence.proxy.tensormap" in str(run.findings[0])
 
 
 STORE = """

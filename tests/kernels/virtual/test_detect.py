@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.virtual.detect import Detector, Shadow
-from kernels.virtual.machine import EARLY, schedules
+from kernels.virtual.launch import EARLY, schedules
 from tests.kernels.virtual.snippet import execute, good, kinds
 
 TWO_WARPS = """

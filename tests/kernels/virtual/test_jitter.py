@@ -10,7 +10,7 @@ from kernels.build import build
 from kernels.virtual import mutants
 from kernels.virtual.host import on_device, run
 from kernels.virtual.jitter import SEED, delayed
-from kernels.virtual.machine import Options, Schedule
+from kernels.virtual.launch import Options, Schedule
 from kernels.virtual.subject import Subject, operands
 
 TEXT = """.version 8.8

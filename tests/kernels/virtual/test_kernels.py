@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels.virtual.machine import LATE, Options, Schedule
+from kernels.virtual.launch import LATE, Options, Schedule
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")

@@ -81,6 +81,26 @@ def test_stmatrix_and_ldmatrix_are_inverse_and_transpose() -> None:
     np.testing.assert_array_equal(out.view(np.uint16).reshape(8, 8), matrix.T)
 
 
+def test_stmatrix_of_bytes_stores_columns() -> None:
+    """Two matrices of 16 x 8 bytes: byte b of lane t is element [t/4 + 8(b/2), 2(t%4) + b%2]."""
+    out, registers = np.zeros(64, np.uint32), np.random.default_rng(3).integers(0, 256, (2, 32, 4), np.uint8)
+    body = f"""
+    {MINE} mov.b32 %r1, smem; and.b32 %r2, %r0, 15; shl.b32 %r2, %r2, 4; add.s32 %r3, %r1, %r2;
+    mul.wide.u32 %d40, %r0, 4; add.s64 %d41, %d1, %d40; ld.global.b32 %r5, [%d41]; ld.global.b32 %r6, [%d41+128];
+    stmatrix.sync.aligned.m16n8.x2.trans.shared.b8 [%r3], {{%r5, %r6}};
+    shl.b32 %r7, %r0, 2; add.s32 %r7, %r7, %r1; ld.shared.b32 %r8, [%r7]; ld.shared.b32 %r9, [%r7+128];
+    st.global.b32 [%d61], %r8; st.global.b32 [%d61+128], %r9;
+    """
+    good(execute(body, out, registers))
+    expected = np.zeros((2, 8, 16), np.uint8)
+    for matrix in range(2):
+        for lane in range(32):
+            for byte in range(4):
+                row, column = lane // 4 + 8 * (byte // 2), 2 * (lane % 4) + byte % 2
+                expected[matrix, column, row] = registers[matrix, lane, byte]
+    np.testing.assert_array_equal(out.view(np.uint8), expected.ravel())
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels.virtual.machine import EARLY, LATE, Schedule
+from kernels.virtual.launch import EARLY, LATE, Schedule
 from kernels.virtual.report import Run
 from kernels.virtual.tensormap import swizzle
 from tests.kernels.virtual.snippet import execute, good, kinds
@@ -294,3 +294,83 @@ def test_fp16_accumulators_lie_in_the_low_halves() -> None:
     good(run)
     low = out.view(np.uint32).astype(np.uint16).view(np.float16)
     np.testing.assert_array_equal(low, expected)
+
+
+COPIED = """
+    mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
+    $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
+    add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
+    add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, 4096; @%p1 bra $C;
+    fence.proxy.async.shared::cta;
+    shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1; add.s32 %r8, %r1, 4096; add.s32 %r9, %r1, 4112;
+    setp.ne.u32 %p2, %r2, 0; @%p2 bra $READY;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 32;
+    elect.sync %r21|%p3, -1; @!%p3 bra $READY;
+    mbarrier.init.shared.b64 [%r9], 1;
+    $READY: bar.sync 0; ld.shared.b32 %r10, [%r8];
+    shl.b32 %r12, %r2, 21; add.s32 %r12, %r12, %r10; mov.b32 %r13, 0;
+    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r12], {%r13, %r13, %r13, %r13, %r13, %r13, %r13, %r13};
+    tcgen05.wait::st.sync.aligned; bar.sync 0;
+    @%p2 bra $LOAD;
+    elect.sync %r21|%p3, -1; @!%p3 bra $LOAD;
+    mov.b64 %d30, @DESCRIPTOR@;
+    tcgen05.cp.cta_group::1.@SHAPE@ [%r10], %d30;
+    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];
+    $LOAD: @WAIT@
+    tcgen05.ld.sync.aligned.32x32b.x8.b32 {%r30, %r31, %r32, %r33, %r34, %r35, %r36, %r37}, [%r12];
+    tcgen05.wait::ld.sync.aligned;
+    mul.wide.u32 %d22, %r0, 32; add.s64 %d22, %d22, %d0;
+    st.global.v4.b32 [%d22], {%r30, %r31, %r32, %r33}; st.global.v4.b32 [%d22+16], {%r34, %r35, %r36, %r37};
+    bar.sync 0; @%p2 bra $END;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 32;
+    $END:
+"""
+COPIED_WAIT = "$W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0; @!%p9 bra $W;"
+
+
+def copied(
+    shape: str, data: np.ndarray, wait: str = COPIED_WAIT, schedule: Schedule = LATE
+) -> tuple[Run, np.ndarray]:
+    """One tcgen05.cp of rows of 16 bytes that follow one another, halves of 32-byte rows 2,048 bytes apart."""
+    out = np.zeros((128, 8), np.uint32)
+    text = COPIED.replace("@DESCRIPTOR@", str(1024 >> 4 | (2048 >> 4) << 16 | (128 >> 4) << 32))
+    text = text.replace("@SHAPE@", shape).replace("@WAIT@", wait)
+    return execute(text, out, data, block=128, smem=4200, schedule=schedule), out
+
+
+LANES = np.arange(128)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "row", "words"),
+    [
+        ("128x256b", LANES, 8),
+        ("128x128b", LANES, 4),
+        ("4x256b", np.where(LANES % 32 == 0, LANES // 32, -1), 8),
+        ("64x128b.warpx2::02_13", LANES % 64, 4),
+        ("64x128b.warpx2::01_23", LANES // 64 * 32 + LANES % 32, 4),
+        ("32x128b.warpx4", LANES % 32, 4),
+    ],
+)
+def test_a_copy_to_tensor_memory(shape: str, row: np.ndarray, words: int, schedule: Schedule) -> None:
+    data = np.arange(1024, dtype=np.uint32) + 7
+    run, out = copied(shape, data, schedule=schedule)
+    good(run)
+    rows = data.reshape(2, 128, 4).transpose(1, 0, 2).reshape(128, 8).copy()
+    rows[:, words:] = 0
+    np.testing.assert_array_equal(out, np.where(row[:, None] >= 0, rows[row], 0))
+
+
+def test_values_of_4_bits_are_unpacked_to_the_middle_of_their_bytes() -> None:
+    data = np.random.default_rng(9).integers(0, 1 << 32, 1024, np.uint32)
+    run, out = copied("128x256b.b8x16.b4x16_p64", data)
+    good(run)
+    packed = data.view(np.uint8).reshape(2, 128, 16)[..., :8].transpose(1, 0, 2)
+    expected = np.stack([packed & 15, packed >> 4], axis=-1) << 2
+    np.testing.assert_array_equal(out.view(np.uint8), expected.reshape(128, 32))
+
+
+def test_a_copy_is_not_waited_for_by_the_wait_of_stores() -> None:
+    run, _ = copied("128x128b", np.zeros(1024, np.uint32), "tcgen05.wait::st.sync.aligned;", EARLY)
+    assert kinds(run) == {"race"}

@@ -1,17 +1,45 @@
-"""Tensor maps: what is written is read, by the driver's numbers of types and by the compiler's own."""
+"""Tensor maps: what is written is read, and what tensormap.replace changes."""
 
 from __future__ import annotations
 
 import pytest
 
-from kernels.virtual.tensormap import FLOAT_KINDS, decode, encode
+from kernels.virtual.tensormap import DRIVER_KINDS, FLOAT_KINDS, decode, encode, replaced
 
 
 @pytest.mark.parametrize(
-    ("kind", "item", "name"), [(6, 2, "f16"), (9, 2, "bf16"), (10, 2, "bf16"), (7, 4, "f32"), (8, 8, "f64")]
+    ("kind", "item", "name"),
+    [(6, 2, "f16"), (10, 2, "bf16"), (7, 4, "f32"), (9, 8, "f64"), (DRIVER_KINDS[9], 2, "bf16")],
 )
 def test_a_map_is_read_as_it_was_written(kind: int, item: int, name: str) -> None:
     found = decode(encode(1 << 20, kind, (256, 512, 3), (512, 512 * 512), (64, 128, 1), 3, 0))
     assert (found.address, found.item, FLOAT_KINDS[found.kind]) == (1 << 20, item, name)
     assert (found.dims, found.strides, found.box) == ((256, 512, 3), (512, 512 * 512), (64, 128, 1))
     assert found.span == 128
+
+
+@pytest.mark.parametrize(("kind", "padded", "shared"), [(13, False, 64 * 8), (14, True, 128 * 8)])
+def test_elements_of_4_bits_are_counted_by_two_or_by_sixteen(kind: int, padded: bool, shared: int) -> None:
+    found = decode(encode(1 << 20, kind, (256, 64), (128,), (128, 8), 0, 0))
+    assert found.padded is padded
+    assert found.dims[0] * found.per_item == 256
+    assert (found.box_bytes, found.shared_bytes) == (64 * 8, shared)
+
+
+def test_fields_are_replaced() -> None:
+    data = encode(1 << 20, 6, (256, 512), (512,), (64, 128), 3, 0)
+    for field, ordinal, value in (
+        ("global_address", 0, 1 << 33), ("global_dim", 1, 12), ("box_dim", 1, 16), ("elemtype", 0, 10),
+        ("swizzle_mode", 0, 1),
+    ):  # fmt: skip
+        data = replaced(data, field, ordinal, value)
+    found = decode(data)
+    assert (found.address, found.dims, found.box) == (1 << 33, (256, 12), (64, 16))
+    assert (FLOAT_KINDS[found.kind], found.span) == ("bf16", 32)
+    assert decode(replaced(data, "rank", 0, 0)).dims == (256,)
+
+
+@pytest.mark.parametrize(("field", "value"), [("box_dim", 257), ("global_dim", 0), ("swizzle_mode", 4)])
+def test_what_a_field_cannot_hold_is_refused(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=field):
+        replaced(encode(1 << 20, 6, (256, 512), (512,), (64, 128), 3, 0), field, 0, value)
