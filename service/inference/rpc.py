@@ -25,9 +25,11 @@ from service.inference.regions import Regions
 from service.inference.request import Inference, parse
 from service.inference.rpc_gate import Door, Watched, admit, status_code
 from service.inference.rpc_messages import (
+    InferReply,
+    Received,
     cuda_registration,
     infer_document,
-    infer_response,
+    infer_reply,
     message_of,
     system_registration,
 )
@@ -109,15 +111,12 @@ class Rpc:
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
                 self._guarded(name, call),
-                request_deserializer=getattr(pb, f"{name}Request").FromString,
-                response_serializer=getattr(pb, f"{name}Response").SerializeToString,
+                request_deserializer=Received.reader(getattr(pb, f"{name}Request")),
             )
             for name, call in calls.items()
         }
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream,
-            request_deserializer=pb.ModelInferRequest.FromString,
-            response_serializer=pb.ModelStreamInferResponse.SerializeToString,
+            self._stream, request_deserializer=Received.reader(pb.ModelInferRequest)
         )
         return Door(self._services, handlers)
 
@@ -126,13 +125,14 @@ class Rpc:
     def _guarded(self, name: str, call: Call) -> Callable[[Any, Any], Awaitable[Any]]:
         """The call between the keys and the log."""
 
-        async def guarded(request: Any, context: Any) -> Any:
+        async def guarded(request: Received, context: Any) -> Any:
             async with Watched(self._services, name, context) as watched:
                 try:
-                    watched.principal = admit(self._services, name, context, request.ByteSize())
-                    answer = await call(request, watched.principal, context)
-                    self._services.keys.owe(watched.principal, answer.ByteSize())
-                    return answer
+                    watched.principal = admit(self._services, name, context, request.nbytes)
+                    answer = await call(request.message, watched.principal, context)
+                    data = answer.encoded() if isinstance(answer, InferReply) else answer.SerializeToString()
+                    self._services.keys.owe(watched.principal, len(data))
+                    return data
                 except Exception as error:  # The last resort, as in the gate: every caller gets an answer.
                     problem = watched.refused(error)
             return await context.abort(status_code(problem), problem.detail)
@@ -141,20 +141,20 @@ class Rpc:
 
     # -- infer ----------------------------------------------------------------------------------------------------
 
-    async def _infer(self, message: Any, principal: Principal, context: Any) -> Any:
+    async def _infer(self, message: Any, principal: Principal, context: Any) -> InferReply:
         model = self._state.repository.ready(message.model_name, message.model_version)
         started = time.perf_counter()
         try:
-            response, times = await self._answer(message, model, principal, context)
+            reply, times = await self._answer(message, model, principal, context)
         except BaseException:
             self._state.statistics.failed(model, time.perf_counter() - started)
             raise
         self._state.statistics.succeeded(model, times, time.time())
-        return response
+        return reply
 
     async def _answer(
         self, message: Any, model: Model, principal: Principal, context: Any
-    ) -> tuple[Any, Times]:
+    ) -> tuple[InferReply, Times]:
         started = time.perf_counter()
         operands = Operands(self._services, principal.owner, time.monotonic())
         try:
@@ -168,7 +168,7 @@ class Rpc:
             submit = self._services.supervisor.submit
             outcome, kept = await compute(self._services, principal, inference, request, submit)
             computed = time.perf_counter()
-            response = infer_response(inference, request, outcome, kept)
+            reply = infer_reply(inference, request, outcome, kept)
         finally:
             request.out.release()
         ended = time.perf_counter()
@@ -184,9 +184,9 @@ class Rpc:
             ended - computed,
             outcome.batched,
         )
-        return response, times
+        return reply, times
 
-    async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def _stream(self, requests: AsyncIterator[Received], context: Any) -> AsyncIterator[bytes]:
         """Requests one after the other; a refused one is told in its place, and the stream goes on."""
         problem: ServiceError | None = None
         async with Watched(self._services, "ModelStreamInfer", context) as watched:
@@ -195,25 +195,26 @@ class Rpc:
             except ServiceError as error:
                 problem = watched.refused(error)
             else:
-                async for message in requests:
-                    yield await self._streamed(message, watched.principal, context)
+                async for received in requests:
+                    yield await self._streamed(received, watched.principal, context)
         if problem is not None:
             await context.abort(status_code(problem), problem.detail)
 
-    async def _streamed(self, message: Any, principal: Principal, context: Any) -> Any:
+    async def _streamed(self, received: Received, principal: Principal, context: Any) -> bytes:
+        message = received.message
         async with Watched(self._services, "ModelInfer", context) as watched:
             try:
-                self._services.keys.spend(principal, message.ByteSize())
-                response = await self._infer(message, principal, context)
-                self._services.keys.owe(principal, response.ByteSize())
+                self._services.keys.spend(principal, received.nbytes)
+                data = (await self._infer(message, principal, context)).streamed()
+                self._services.keys.owe(principal, len(data))
             except Exception as error:
                 told = watched.refused(error).detail
-                response = pb.ModelInferResponse(model_name=message.model_name, id=message.id)
-            else:
-                told = ""
-            # Clients that take several answers to a request look for this: it has no other.
-            response.parameters["triton_final_response"].bool_param = True
-            return pb.ModelStreamInferResponse(error_message=told, infer_response=response)
+                head = pb.ModelInferResponse(model_name=message.model_name, id=message.id)
+                head.parameters["triton_final_response"].bool_param = True
+                data = pb.ModelStreamInferResponse(
+                    error_message=told, infer_response=head
+                ).SerializeToString()
+            return data
 
     # -- server and models ----------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ Documents are what both ways share, so a request means the same over gRPC as ove
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from google.protobuf import json_format
 
@@ -20,7 +21,7 @@ from service.inference.request import Inference
 from service.outcome import Outcome
 
 #: Where typed contents of a datatype are; the 16-bit types come as bytes only.
-_CONTENTS = {"FP32": "fp32_contents", "FP64": "fp64_contents"}
+_CONTENTS_IN = {"FP32": "fp32_contents", "FP64": "fp64_contents"}
 
 
 def infer_document(message: Any, contents: list[bytes]) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def _input(one: Any, raw: Iterator[bytes], *, sent_raw: bool) -> dict[str, Any]:
             raise _wrong(one.name, "comes as contents and as raw_input_contents")
         parameters["binary_data_size"] = len(content)
         return document
-    field = _CONTENTS.get(one.datatype)
+    field = _CONTENTS_IN.get(one.datatype)
     if field is None:
         if one.datatype in DATATYPES:
             raise _wrong(one.name, f"{one.datatype} comes as raw_input_contents only")
@@ -76,20 +77,69 @@ def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def infer_response(
+class Received(NamedTuple):
+    """A message as it came, and of how many bytes: to ask the message would write it anew."""
+
+    message: Any
+    nbytes: int
+
+    @classmethod
+    def reader(cls, kind: Any) -> Callable[[bytes], Received]:
+        """What reads messages of a kind."""
+        return lambda data: cls(kind.FromString(data), len(data))
+
+
+@dataclass(frozen=True, slots=True)
+class InferReply:
+    """A ModelInferResponse: all but D's bytes, and those."""
+
+    head: Any
+    content: bytes
+
+    def encoded(self) -> bytes:
+        """As it is sent."""
+        return b"".join(self._parts())
+
+    def streamed(self) -> bytes:
+        """The same as a ModelStreamInferResponse, and said to be the request's last: it has no other."""
+        # Clients that take several answers to a request look for this.
+        self.head.parameters["triton_final_response"].bool_param = True
+        parts = self._parts()
+        return b"".join((_before(_IN_STREAM, sum(map(len, parts))), *parts))
+
+    def _parts(self) -> tuple[bytes, ...]:
+        # Fields may stand in any order, and this one's bytes are many: protobuf would copy them several times.
+        # There is one for each output, as C++ clients read it: empty where D is elsewhere.
+        return self.head.SerializeToString(), _before(_CONTENTS_OUT, len(self.content)), self.content
+
+
+_CONTENTS_OUT: int = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
+_IN_STREAM: int = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
+_LENGTH_DELIMITED = 2
+
+
+def _before(number: int, nbytes: int) -> bytes:
+    """What stands before the bytes of a field: its number, its kind and their count, as protobuf writes them."""
+    written = bytearray([number << 3 | _LENGTH_DELIMITED])
+    while nbytes > 0x7F:
+        written.append(nbytes & 0x7F | 0x80)
+        nbytes >>= 7
+    written.append(nbytes)
+    return bytes(written)
+
+
+def infer_reply(
     inference: Inference, request: GemmRequest, outcome: Outcome, kept: dict[str, Any] | None
-) -> Any:
-    """The ModelInferResponse of a result; D's bytes are copied."""
+) -> InferReply:
+    """The reply of a result; D's bytes are copied."""
     document = document_of(inference, request, outcome, kept=kept)
-    response = pb.ModelInferResponse(
+    head = pb.ModelInferResponse(
         model_name=document["model_name"], model_version=document["model_version"], id=inference.id
     )
-    _fill(response.parameters, document["parameters"])
+    _fill(head.parameters, document["parameters"])
     for output in document["outputs"]:
-        response.outputs.add(name=output["name"], datatype=output["datatype"], shape=output["shape"])
-        # One for each output, as C++ clients read it: empty where D is elsewhere.
-        response.raw_output_contents.append(bytes(request.out.view()) if kept is None else b"")
-    return response
+        head.outputs.add(name=output["name"], datatype=output["datatype"], shape=output["shape"])
+    return InferReply(head, bytes(request.out.view()) if kept is None else b"")
 
 
 _FIELDS = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}

@@ -26,6 +26,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from service import keys
 from service.inference.proto import pb
+from service.inference.rpc_messages import InferReply, Received
 from tests.service.real import Service, running
 
 RUN = f"gemmtest-{secrets.token_hex(6)}"
@@ -397,3 +398,17 @@ def test_our_messages_are_the_protocols() -> None:
     assert len(ours.message_type) > 40
     for message in ours.message_type:
         compare(message, theirs[message.name])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 127, 128, 16_383, 16_384, 3_000_000])
+def test_replies_are_written_as_protobuf_writes_them(nbytes: int) -> None:
+    head = pb.ModelInferResponse(model_name="gemm", id="7")
+    content = bytes(n % 251 for n in range(1000)) * 3001
+    reply = InferReply(head, content[:nbytes])
+    whole = service_pb2.ModelInferResponse.FromString(reply.encoded())
+    assert (whole.model_name, whole.id, list(whole.raw_output_contents)) == ("gemm", "7", [content[:nbytes]])
+    told = service_pb2.ModelStreamInferResponse.FromString(reply.streamed())
+    assert told.error_message == ""
+    assert told.infer_response.parameters["triton_final_response"].bool_param
+    assert list(told.infer_response.raw_output_contents) == [content[:nbytes]]
+    assert Received.reader(pb.ModelInferResponse)(reply.encoded()).nbytes == len(reply.encoded())
