@@ -3,8 +3,9 @@
     python -m kernels tune [--device auto] [--shape 4096x4096x4096 …] [--dtype fp16] [--layout nt] [--fast]
 
 Each variant that takes a shape is timed on inputs from a normal distribution, several sets in turn so that no
-cache holds them; the variants take turns, and the median counts. The table overrides the selector's estimates
-on this very device.
+cache holds them; the variants take turns, and the median counts. On a GPU a round is a replayed graph, since
+queueing a kernel takes longer than many a kernel. The table overrides the selector's estimates on this very
+device; a second run tells what the choice by the first one's times loses.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ ROUNDS = 7
 ROUND_SECONDS = 0.02  # of one variant in one round
 SETS_BYTES = 256 << 20  # operands in turn: more than any L2 holds
 
+MOST = 1000  # products in a round
+
 Run = Callable[[Variant, int], None]
+Round = Callable[[Variant], float]  # seconds a product; the first of a variant warms up
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ def tune_cpu(problems: Sequence[Problem]) -> Iterator[Timed]:
             assert isinstance(variant, reference.Reference)
             reference.compute(problem, a, b, out, backend=variant.backend)
 
-        yield _timed(problem, variants, device, run, lambda: None)
+        yield _timed(problem, variants, device, _Loops(run))
 
 
 def _cpu_sets(problem: Problem) -> Iterator[tuple[Any, Any, Any]]:
@@ -166,19 +170,20 @@ def _sets(problem: Problem, most: int) -> int:
     return max(2, min(most, SETS_BYTES // moved))
 
 
+def usable(runtime: Runtime) -> list[Variant]:
+    """The variants that may run on a GPU."""
+    return [each for each in runtime.variants if each.name not in runtime.barred]
+
+
 def tune_gpu(runtime: Runtime, problems: Sequence[Problem]) -> Iterator[Timed]:
     """Time every variant that may run on a GPU."""
-    import torch
-
     from kernels.operands import as_packed
 
-    usable = [each for each in runtime.variants if each.name not in runtime.barred]
     for problem in problems:
         sets = list(_gpu_sets(problem, runtime.place))
         fitting = as_packed(problem)
-        able = [
-            v for v in usable if v.unsupported(fitting, runtime.device) is None and runtime.has(v, fitting)
-        ]
+        able = [v for v in usable(runtime) if v.unsupported(fitting, runtime.device) is None]
+        able = [v for v in able if runtime.has(v, fitting)]
 
         def run(variant: Variant, turn: int, sets: Any = sets, problem: Problem = problem) -> None:
             operands = sets[turn % len(sets)]
@@ -187,7 +192,7 @@ def tune_gpu(runtime: Runtime, problems: Sequence[Problem]) -> Iterator[Timed]:
             else:
                 runtime.launch(variant, problem, operands)
 
-        yield _timed(fitting, able, runtime.device, run, torch.cuda.synchronize)
+        yield _timed(fitting, able, runtime.device, _Graphs(run))
 
 
 def _gpu_sets(problem: Problem, place: str) -> Iterator[Any]:
@@ -204,20 +209,12 @@ def _gpu_sets(problem: Problem, place: str) -> Iterator[Any]:
         yield Operands(a, b, torch.empty(shapes[2], dtype=kinds[problem.out_dtype], device=place))
 
 
-def _timed(
-    problem: Problem, variants: Sequence[Variant], device: Device, run: Run, wait: Callable[[], None]
-) -> Timed:
+def _timed(problem: Problem, variants: Sequence[Variant], device: Device, seconds: Round) -> Timed:
     """Rounds in which each variant has its turn; the median over rounds."""
-    repeats: dict[str, int] = {}
-    rounds: dict[str, list[float]] = {each.name: [] for each in variants}
     for each in variants:
-        run(each, 0)  # loads, warms up
-        once = _seconds(each, 1, run, wait)
-        repeats[each.name] = max(1, min(1000, math.ceil(ROUND_SECONDS / max(once, 1e-7))))
-    for _ in range(ROUNDS):
-        for each in variants:
-            rounds[each.name].append(_seconds(each, repeats[each.name], run, wait))
-    medians = {name: statistics.median(each) for name, each in rounds.items()}
+        seconds(each)
+    rounds = [{each.name: seconds(each) for each in variants} for _ in range(ROUNDS)]
+    medians = {each.name: statistics.median(turn[each.name] for turn in rounds) for each in variants}
     estimated = choose(problem, device, variants=variants).variant
     if problem.batch_invariant:
         # only what may run counts as best
@@ -228,13 +225,84 @@ def _timed(
     return Timed(problem, dict(sorted(medians.items(), key=lambda item: item[1])), estimated)
 
 
-def _seconds(variant: Variant, repeats: int, run: Run, wait: Callable[[], None]) -> float:
-    wait()
-    start = time.perf_counter()
-    for turn in range(repeats):
-        run(variant, turn)
-    wait()
-    return (time.perf_counter() - start) / repeats
+def _repeats(once: float) -> int:
+    """How many products of that many seconds make a round."""
+    return max(1, min(MOST, math.ceil(ROUND_SECONDS / max(once, 1e-7))))
+
+
+class _Loops:
+    """Rounds on a CPU: products one after the other."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._counts = run, dict[str, int]()
+
+    def __call__(self, variant: Variant) -> float:
+        """Seconds a product."""
+        count = self._counts.get(variant.name)
+        if count is None:
+            self._run(variant, 0)
+            once = self._seconds(variant, 1)
+            count = self._counts[variant.name] = _repeats(once)
+        return self._seconds(variant, count)
+
+    def _seconds(self, variant: Variant, count: int) -> float:
+        start = time.perf_counter()
+        for turn in range(count):
+            self._run(variant, turn)
+        return (time.perf_counter() - start) / count
+
+
+class _Graphs:
+    """Rounds on a GPU: replays of a graph of products, between events."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._graphs = run, dict[str, tuple[Any, int]]()
+
+    def __call__(self, variant: Variant) -> float:
+        """Seconds a product."""
+        import torch
+
+        found = self._graphs.get(variant.name)
+        if found is None:
+            found = self._graphs[variant.name] = self._captured(variant)
+        graph, count = found
+        event: Any = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / count
+
+    def _captured(self, variant: Variant) -> tuple[Any, int]:
+        import torch
+
+        self._run(variant, 0)  # loads its code
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._run(variant, 1)
+        torch.cuda.synchronize()
+        count = _repeats(time.perf_counter() - start)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for turn in range(count):
+                self._run(variant, turn)
+        return graph, count
+
+
+def loss_by_table(
+    timed: Sequence[Timed], known: Mapping[str, float], device: Device, variants: Sequence[Variant]
+) -> float | None:
+    """What the choice by an earlier run's times loses against the fastest of this one, in the geometric mean.
+
+    Over the problems that the earlier run measured; None where there are none.
+    """
+    losses = []
+    for each in timed:
+        if any(table_key(name, each.problem) in known for name in each.seconds):
+            choice = choose(each.problem, device, known, variants=variants).variant
+            losses.append(each.seconds[choice] / each.seconds[each.best])
+    return math.exp(statistics.fmean(map(math.log, losses))) if losses else None
 
 
 def table_of(timed: Sequence[Timed]) -> Table:
@@ -282,20 +350,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = options.shape or (CPU_SHAPES if index is None else GPU_SHAPES)
     dtype = options.dtype or (DType.FP32 if index is None else DType.FP16)
     problems = [problem_of(shape, dtype, options.layout, invariant=not options.fast) for shape in shapes]
+    variants: Sequence[Variant]
     if index is None:
         device, build, measured = describe_cpu(), cpu_build(), tune_cpu(problems)
+        variants = reference.variants()
     else:
         from kernels.runtime import runtime
 
         gpu = runtime(index)
         device, build, measured = gpu.device, gpu.build_hash, tune_gpu(gpu, problems)
+        variants = usable(gpu)
     console = Console(stderr=True)
     timed = list(track(measured, total=len(problems), description=device.name, console=console))
     times = Times(device, build, options.folder)
+    known = times.read()
     times.add({table_key(name, each.problem): s for each in timed for name, s in each.seconds.items()})
     Console().print(table_of(timed))
     loss = math.exp(statistics.fmean(math.log(each.loss) for each in timed))
     print(f"the estimate's choice takes {loss:.3f} × the fastest, in the geometric mean; table: {times.path}")
+    kept = loss_by_table(timed, known, device, variants)
+    if kept is not None:
+        print(f"the choice by the times of an earlier run takes {kept:.3f} × the fastest of this one")
     return 0
 
 

@@ -13,9 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kernels  # noqa: E402
-from kernels import cublas, probe, selftest  # noqa: E402
+from kernels import cublas, probe, selftest, tune  # noqa: E402
 from kernels.problem import DType, Precision, Problem  # noqa: E402
 from kernels.runtime import Runtime, runtime  # noqa: E402
+from kernels.selector import Reason, table_key  # noqa: E402
 from kernels.selftest import to_host  # noqa: E402
 from kernels.verify import check  # noqa: E402
 from tests.kernels.random_problems import one  # noqa: E402
@@ -201,6 +202,17 @@ def test_a_wrong_variant_is_quarantined_and_the_answer_is_right(
     assert choice.variant != first
     assert "wrong at" in fresh.barred[first]
     assert check(problem, to_host(d), to_host(a), to_host(b)).ok
+
+
+def test_measured_times_decide(gpu: Runtime) -> None:
+    problem = tune.problem_of("512x512x512", DType.FP16, "nn", invariant=False)
+    (timed,) = tune.tune_gpu(gpu, [problem])
+    gpu.measured({table_key(name, problem): seconds for name, seconds in timed.seconds.items()})
+    try:
+        choice = gpu.choose(problem)
+    finally:
+        gpu.measured({})
+    assert (choice.variant, choice.reason) == (timed.best, Reason.MEASURED)
 
 
 def test_numpy_is_the_judge() -> None:

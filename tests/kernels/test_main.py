@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import tune
+from kernels import reference, tune
 from kernels.__main__ import commands, main
 from kernels.device import describe_cpu
 from kernels.libraries import NotBuilt, UntrustedFolder
@@ -105,6 +105,18 @@ def test_tune_measures_and_keeps_what_the_selector_then_uses(
     assert Times(describe_cpu(), "numpy 0").read() == {}
     assert main(["explain", "32", "32", "32", "--device", "cpu", "--dtype", "fp32", "--fast"]) == 0
     assert "measured" in capsys.readouterr().out
+    assert main(["tune", "--device", "cpu", "--shape", "32x32x32", "--fast"]) == 0
+    assert "the times of an earlier run takes" in capsys.readouterr().out
+
+
+def test_the_choice_by_an_earlier_runs_times_is_held_against_this_one() -> None:
+    problem = Problem(32, 32, 32, dtype=DType.FP32, out_dtype=DType.FP32, batch_invariant=False)
+    device, variants = describe_cpu(), reference.variants()
+    fast, slow = variants[0].name, variants[-1].name
+    now = tune.Timed(problem, {fast: 1.0, slow: 3.0}, fast)
+    then = {table_key(each.name, problem): 9.0 for each in variants} | {table_key(slow, problem): 8.0}
+    assert tune.loss_by_table([now], then, device, variants) == pytest.approx(3.0)
+    assert tune.loss_by_table([now], {}, device, variants) is None
 
 
 def test_shapes() -> None:
