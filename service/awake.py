@@ -3,7 +3,8 @@
 A thread that sleeps is woken in microseconds on bare metal and in a tenth of a millisecond on a virtual machine whose
 core was halted, and whoever wakes it pays as much. So front and worker of a GPU look again and again for the next
 message, for a short time, and only while what they waited for has lately come within that time: at low rates nobody
-stays awake, and an idle service takes no processor time.
+stays awake, and an idle service takes no processor time. Between two looks they yield the processor: whoever else could
+run on it (the one that is waited for, where cores are few) does.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class WakefulLoop:
         """A loop that has something to call polls its descriptors with no time-out."""
         self._looking = False
         if self._awake.stays(time.monotonic()):
+            os.sched_yield()
             self._look_again()
 
 

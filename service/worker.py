@@ -185,7 +185,10 @@ class Worker:
         """Messages that are here now; `busy`: none may be, as the device is soon to be looked at again."""
         now = time.monotonic()
         if self._awake.stays(now):
-            return self._link.poll()
+            messages = self._link.poll()
+            if messages == []:
+                os.sched_yield()
+            return messages
         if busy:
             return self._link.poll(max(NAP_SECONDS, NAP_SHARE * min(1.0, self._awake.waited(now))))
         return self._link.receive()

@@ -343,7 +343,9 @@ class LocalConnection:
             try:
                 packet = self.sock.recv(MAX_PACKET)
             except BlockingIOError:
-                if not self._awake.stays(time.monotonic()):
+                if self._awake.stays(time.monotonic()):
+                    os.sched_yield()
+                else:
                     yield Need(self.sock.fileno(), True, False)
                 continue
             except OSError as error:

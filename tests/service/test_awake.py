@@ -47,23 +47,28 @@ def test_nobody_waits_awake_where_it_is_off_or_cores_are_few() -> None:
     ]  # fmt: skip
 
 
-async def turns(loop: WakefulLoop) -> int:
-    """Turns of the event loop while it has nothing to do but a timer."""
-    count, running = 0, True
-    select = asyncio.get_running_loop()._selector.select  # type: ignore[attr-defined]
+async def waits(loop: WakefulLoop) -> list[float | None]:
+    """How long the event loop was ready to wait for input, turn by turn, while it had nothing to do but a timer."""
+    told: list[float | None] = []
+    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    select = selector.select
 
-    def counted(timeout: float | None) -> object:
-        nonlocal count
-        count += running
+    def noted(timeout: float | None) -> object:
+        told.append(timeout)
         return select(timeout)
 
-    asyncio.get_running_loop()._selector.select = counted  # type: ignore[attr-defined]
+    selector.select = noted
     loop.began()
-    await asyncio.sleep(0.05)
-    running = False
-    return count
+    await asyncio.sleep(0.3)
+    selector.select = select
+    return told
 
 
-async def test_a_loop_looks_again_and_again_while_it_is_awake() -> None:
-    assert await turns(WakefulLoop(0.04)) > 50
-    assert await turns(WakefulLoop(0.0)) < 10
+async def test_a_loop_that_is_awake_does_not_wait_for_input() -> None:
+    told = await waits(WakefulLoop(600.0))
+    assert len(told) > 1
+    assert set(told) == {0}
+
+
+async def test_a_loop_that_may_sleep_does() -> None:
+    assert any(timeout is None or timeout > 0 for timeout in await waits(WakefulLoop(0.0)))
