@@ -115,6 +115,7 @@ bench-transport: $(VENV)/.dev ## Measure the ways to hand over large operands, t
 	$(BIN)/python -m benchmarks.transport
 
 bench-gpu: ## Measure kernels, ladder and service on one GPU (MACHINE=name); writes benchmarks/results
+	$(BIN)/python -m benchmarks.candidates --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.suite --all --profile --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.suite --dtype bf16 --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.suite --layouts --machine $(MACHINE)
