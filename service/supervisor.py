@@ -253,7 +253,8 @@ class Supervisor:
         """Whether it goes to all devices together: it asks for that, or no device has room for it."""
         if work.params.variant == VARIANT:
             return True
-        larger = work.params.variant == "auto" and too_large(work, self.handles)
+        kept = self.team.kept_beside_workers
+        larger = work.params.variant == "auto" and too_large(work, self.handles, kept)
         return larger and why_not(work, self.handles, self.options.spread) is None
 
     async def _submit_sharded(self, work: Work, admitting: float) -> Outcome:

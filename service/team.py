@@ -45,10 +45,10 @@ class Spread:
     ranks: int
 
 
-def too_large(work: Work, workers: Sequence[Handle]) -> bool:
-    """Whether no GPU of these workers that are ready has room for it."""
+def too_large(work: Work, workers: Sequence[Handle], kept: int = 0) -> bool:
+    """Whether no GPU of these workers that are ready has room for it beside `kept` bytes of its rank's shards."""
     rooms = [w.ready.device["memory_bytes"] for w in workers if w.ready and w.residency is not None]
-    return bool(rooms) and work.nbytes > DEVICE_SHARE * min(rooms)
+    return bool(rooms) and work.nbytes > DEVICE_SHARE * min(rooms) - kept
 
 
 def why_not(work: Work, workers: Sequence[Handle], spread: Spread | None = None) -> str | None:
@@ -140,6 +140,11 @@ class Team:
     def kept_nbytes(self) -> int:
         """Bytes of shards that ranks keep between products."""
         return sum(self._kept.values())
+
+    @property
+    def kept_beside_workers(self) -> int:
+        """Bytes of shards on the GPU of a worker, at most."""
+        return 0 if self.spread is not None else max(self._kept.values(), default=0)
 
     async def submit(self, work: Work, began: Callable[[], None]) -> list[BatchDone]:
         """What each rank says of the product. `began` is called when they have it.

@@ -18,6 +18,7 @@ from service.drivers.base import CannotStart, problem_of
 from service.drivers.resident import Cache
 from service.memory import Memory
 from service.messages import Item, Operand
+from service.settings import memory_limit
 
 #: What this way of computing is called in requests and replies.
 VARIANT = "sharded"
@@ -76,7 +77,8 @@ def dtype_of(name: str) -> Any:
 
 def shard_budget(device: Device, sharing: int) -> int:
     """Bytes of shards that a rank keeps unless a setting says so; `sharing` ranks share the device."""
-    return int(device.memory_bytes * SHARD_SHARE) // sharing
+    nbytes = memory_limit() if device.arch == "cpu" else device.memory_bytes
+    return int(nbytes * SHARD_SHARE) // sharing
 
 
 def reason_of(item: Item) -> str:

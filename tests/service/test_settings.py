@@ -228,3 +228,12 @@ app.store_of(settings, None, lambda *tensors: None)
     assert ran.returncode == 1
     assert "SettingsError" in ran.stderr
     assert "pip install 'gemm-service[cluster]'" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "flags", [{"ray_address": "auto"}, {"ray_ranks": 4}, {"ray_address": "a:1", "ray_ranks": 1}]
+)
+def test_ranks_in_a_cluster_have_its_address_and_are_two_or_more(flags: dict[str, object]) -> None:
+    assert "ray_ranks" in complaint(flags=flags)
+    assert "it and ray_address go together" in complaint(flags=flags)
+    assert load({"ray_address": "auto", "ray_ranks": 2}, environ={}).ray_ranks == 2
