@@ -212,6 +212,8 @@ class LocalConnection:
         out = None
         if call.into is not None:
             out = yield from self._lent(call.into)
+        if out is not None and any(_overlap(out, piece) for piece in pieces if piece is not None):
+            out = None  # D would be written while they are read
         self._in_place = out is not None
         copied = [part for part, piece in zip(parts, pieces, strict=True) if piece is None]
         nbytes = sum(-(-nbytes_of(part) // ALIGN) * ALIGN for part in copied)
@@ -356,6 +358,11 @@ class LocalConnection:
                 return decode_answer(packet)
             except Garbled as error:
                 raise GemmError(f"what answered doesn't speak this protocol: {error}") from None
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    first, last = max(one.offset, other.offset), min(one.offset + one.nbytes, other.offset + other.nbytes)
+    return one.region == other.region and first < last
 
 
 def open_session(place: Place, key: str, arrays: Arrays, *, blocking: bool = False) -> Waiting:

@@ -134,6 +134,7 @@ def target(out: Array) -> Tensor:
     array = _numpy_of_torch(out) if is_torch(out) else out
     if not isinstance(array, np.ndarray):
         raise TypeError(f"out must be a numpy array or a torch tensor, not {type(out).__name__}")
+    array = _plain(array, "out")
     if array.dtype not in NAMES:
         raise TypeError(f"out has dtype {array.dtype}; it must be one of {', '.join(map(str, NAMES))}")
     if not array.flags.c_contiguous or not array.flags.writeable:
@@ -227,7 +228,7 @@ def _numpy(value: Array, name: str) -> np.ndarray[Any, Any]:
     if is_torch(value):
         array = _numpy_of_torch(value.detach().cpu())
     elif isinstance(value, np.ndarray):
-        array = value
+        array = _plain(value, name)
     else:
         # Plain numbers have no type of their own; the service reads them as fp32 too.
         try:
@@ -239,6 +240,13 @@ def _numpy(value: Array, name: str) -> np.ndarray[Any, Any]:
     if array.dtype not in NAMES:
         raise TypeError(f"{name} has dtype {array.dtype}; convert it to one of {', '.join(map(str, NAMES))}")
     return array
+
+
+def _plain(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    """The same memory without what a subclass (numpy.matrix, numpy.memmap) makes of it."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, and a product knows no mask; see its `filled` and `data`")
+    return np.asarray(array)
 
 
 def _numpy_of_torch(value: Array) -> np.ndarray[Any, Any]:

@@ -289,6 +289,23 @@ def test_dtypes(serve: Serve) -> None:
             client.gemm(A, B.astype(np.float16))
 
 
+def test_subclasses_of_numpys_array(serve: Serve, tmp_path: Path) -> None:
+    d = np.arange(4, dtype=np.float32).reshape(2, 2)
+    server, url = serve(answering(*[array_reply(d, "fp32")] * 3))
+    mapped = np.memmap(tmp_path / "d", np.float32, "w+", shape=(2, 2))
+    with Client(url) as client:
+        made = client.gemm(d.view(np.matrix), d.view(np.matrix))
+        assert type(made) is np.ndarray
+        assert server.requests[0].body == d.tobytes() * 2
+        for out in (np.zeros_like(d).view(np.matrix), mapped):
+            assert client.gemm(d, d, out=out) is out
+            assert np.array_equal(out, d)
+        masked = np.ma.array(d, mask=d > 1)
+        for arguments in ({"a": masked}, {"c": masked}, {"out": masked}):
+            with pytest.raises(TypeError, match="masked"):
+                client.gemm(**{"a": d, "b": d, **arguments})
+
+
 def test_torch_tensors_in_and_out(serve: Serve) -> None:
     torch = pytest.importorskip("torch")
     halves = D.astype(ml_dtypes.bfloat16)

@@ -157,6 +157,16 @@ def test_arrays_in_shared_memory_are_used_where_they_are(service: Service, clien
     assert connection._staging.nbytes < A.nbytes + (1 << 20)
 
 
+def test_a_product_may_go_into_its_operands_own_memory(client: Client) -> None:
+    both = client.empty((2 * SIDE, SIDE))
+    a, beside = both[:SIDE], both[144 : 144 + SIDE]
+    assert beside.ctypes.data % 256 == 0  # so that it is a place that may be lent
+    for out in (a, beside):
+        a[:] = A
+        assert client.gemm(a, B, out=out) is out
+        assert close(out)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
 def test_every_dtype_layout_and_operand(client: Client, dtype: str) -> None:
     import ml_dtypes
