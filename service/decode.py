@@ -313,11 +313,11 @@ class _Decoder(Operands):
         self.bound_total(total)
         length = self.transfer.content_length
         if length is not None and length != total:
-            raise ServiceError(
-                "malformed",
-                f"the body has {length} bytes, the shapes in the query take {total}",
-                field="body",
-            )
+            parts = ", ".join(f"{name} {tensor.nbytes}" for name, tensor in here.items())
+            told = f"the body has {length} bytes, the shapes in the query take {total} ({parts})"
+            if length > total and "bias" not in here and (bias := _bias_of(fields, tensors | here)):
+                told += f"; a bias of {bias.shape[0]} × {bias.dtype} would take {bias.nbytes} more"
+            raise ServiceError("malformed", told, field="body")
         made = plan(fields, tensors | here, self.limits)
         await self._receive(here, made)
         return self.request(fields, made, "raw", handle_in(fields.out))
@@ -444,17 +444,22 @@ def _raw_bias(
     fields: GemmQuery, tensors: Mapping[str, Tensor], here: Mapping[str, Tensor], length: int | None
 ) -> Tensor | None:
     """A bias at the body's end: said by bias_dtype, or seen where the body is longer by exactly its bytes."""
+    bias = _bias_of(fields, tensors)
+    if bias is None or fields.bias_dtype is not None:
+        return bias
+    rest = (length or 0) - sum(tensor.nbytes for tensor in here.values())
+    return bias if rest > 0 and rest == bias.nbytes else None
+
+
+def _bias_of(fields: GemmQuery, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The bias that fits the product; None where A or B has no rows and columns."""
     if fields.bias_dim == "m":
         shape, axis = tensors["a"].shape, -1 if fields.trans_a else -2
     else:
         shape, axis = tensors["b"].shape, -2 if fields.trans_b else -1
     if len(shape) < 2:
         return None  # plan says what is wrong with it
-    bias = Tensor(fields.bias_dtype or fields.dtype or tensors["a"].dtype, (shape[axis],))
-    if fields.bias_dtype is not None:
-        return bias
-    rest = (length or 0) - sum(tensor.nbytes for tensor in here.values())
-    return bias if rest > 0 and rest == bias.nbytes else None
+    return Tensor(fields.bias_dtype or fields.dtype or tensors["a"].dtype, (shape[axis],))
 
 
 async def _run(work: Callable[..., Any], *args: Any) -> Any:

@@ -133,7 +133,10 @@ def target(out: Array) -> Tensor:
         return Tensor(_torch_name(out, "out"), tuple(out.shape), OnDevice(out.detach()))
     array = _numpy_of_torch(out) if is_torch(out) else out
     if not isinstance(array, np.ndarray):
-        raise TypeError(f"out must be a numpy array or a torch tensor, not {type(out).__name__}")
+        raise TypeError(
+            f"out must be a numpy array or a torch tensor, not {type(out).__name__}; "
+            "Handle(NAME) keeps D on the service"
+        )
     array = _plain(array, "out")
     if array.dtype not in NAMES:
         raise TypeError(f"out has dtype {array.dtype}; it must be one of {', '.join(map(str, NAMES))}")

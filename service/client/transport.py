@@ -69,10 +69,14 @@ class Endpoint:
             path = url.removeprefix("unix:").removeprefix("//")
             return cls("", 0, "localhost", "", os.path.expanduser(path), None, tuple(headers))
         parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"url {url!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
             raise ValueError(f"url must be http://host:port, https://host:port or unix:/path, not {url!r}")
         tls = _context(verify) if parts.scheme == "https" else None
-        port = parts.port or (443 if tls else 80)
+        port = port or (443 if tls else 80)
         return cls(parts.hostname, port, parts.netloc, parts.path.rstrip("/"), None, tls, tuple(headers))
 
     @property

@@ -497,6 +497,20 @@ def test_urls(url: str) -> None:
         Client(url)
 
 
+@pytest.mark.parametrize("url", ["http://h:port", "http://h:99999"])
+def test_a_port_that_is_none_is_told_with_its_url(url: str) -> None:
+    with pytest.raises(ValueError, match=f"url '{url}': "):
+        Client(url)
+
+
+def test_a_name_as_out_is_told_how_d_is_kept() -> None:
+    with (
+        Client("http://127.0.0.1:9", retries=1) as client,
+        pytest.raises(TypeError, match=r"Handle\(NAME\) keeps"),
+    ):
+        client.gemm(A, B, out="d")  # type: ignore[arg-type]
+
+
 def test_headers_cannot_be_smuggled(serve: Serve) -> None:
     _, url = serve(answering(http(200)))
     with pytest.raises(ValueError, match="line break"):

@@ -231,6 +231,22 @@ async def test_raw_and_safetensors_agree_with_numpy(
     np.testing.assert_allclose(np.frombuffer(reply.content).reshape(m, n), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("", "68 bytes, the shapes in the query take 56 (a 24, b 32); a bias of 4 × fp32 would take 16 more"),
+        ("&bias_dtype=fp32", "68 bytes, the shapes in the query take 72 (a 24, b 32, bias 16)"),
+    ],
+)
+async def test_a_body_of_another_length_is_told_part_by_part(
+    client: httpx.AsyncClient, more: str, told: str
+) -> None:
+    query = f"a_shape=3x2&b_shape=2x4&dtype=fp32{more}"
+    reply = await client.post(f"/gemm?{query}", content=bytes(24 + 32 + 12), headers=RAW)
+    problem(reply, 400, "body")
+    assert reply.json()["detail"] == f"the body has {told}"
+
+
 async def test_operands_lie_aligned_whatever_their_sizes(services: Services) -> None:
     arrays = {
         "bias": (random(3), "fp16"),
