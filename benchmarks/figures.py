@@ -211,6 +211,17 @@ def checks() -> list[Row]:
                 str(path.relative_to(RESULTS)),
             )
         )
+    for path in sorted(RESULTS.glob("*/drills.json")):
+        by_name = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+        bad = [f"{name}: {row['detail']}" for name, row in by_name.items() if row["outcome"] != "passed"]
+        killed = f"; kill -9: {by_name['kill-9']['detail']}" if "kill-9" in by_name else ""
+        rows.append(
+            (
+                "Drills (`make drills`)",
+                f"{len(by_name) - len(bad)} of {len(by_name)} passed{killed}{''.join(f'; failed: {b}' for b in bad)}",
+                str(path.relative_to(RESULTS)),
+            )
+        )
     return rows
 
 
