@@ -276,6 +276,18 @@ def test_two_replicas_share_a_gpu(cluster: Any, url: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(result(httpx.post(f"{url}/gemm", **raw(a, WEIGHT))), a @ WEIGHT, rtol=1e-5)
 
 
+def test_a_replica_computes_with_ranks_that_ray_placed(cluster: Any, url: str, tmp_path: Path) -> None:
+    spread = {"ray_address": cluster.address, "ray_ranks": 2}
+    deploy(tmp_path, spread, min_replicas=1, max_replicas=1)
+    until(lambda: httpx.get(f"{url}/health/ready").status_code == 200, 60, "ready")
+    a = np.random.default_rng(9).standard_normal((40, 48)).astype(np.float32)
+    answer = httpx.post(f"{url}/gemm", **raw(a, WEIGHT, variant="sharded"), timeout=90)
+    np.testing.assert_allclose(result(answer), a @ WEIGHT, rtol=1e-4, atol=1e-4)
+    assert answer.headers["x-gemm-variant"] == "sharded"
+    ranks = [process for node in cluster.list_all_nodes() for process in family(node, "_Rank")]
+    assert len(ranks) == 2
+
+
 def test_a_replica_takes_the_first_folder_that_nobody_holds(tmp_path: Path) -> None:
     from service.folder import DataFolder
 
