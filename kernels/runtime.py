@@ -22,7 +22,7 @@ from kernels.group import GroupVariant
 from kernels.libraries import FunctionInfo, Libraries, NotBuilt, UntrustedFolder
 from kernels.operands import Operands, as_packed, maybe_dtype_of, packed, readable
 from kernels.problem import Problem
-from kernels.selector import Choice, Variant, choose, invariant_class
+from kernels.selector import Choice, Unequal, Variant, choose, invariant_class
 from kernels.together import Group, Host
 
 log = logging.getLogger("gemm.kernels")
@@ -46,35 +46,6 @@ class _Ready:
 
     call: Callable[..., Any]
     ctas: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unequal:
-    """A variant whose rows were seen with other bits than its class promises on this device."""
-
-    variant: Variant
-
-    @property
-    def name(self) -> str:
-        """The variant's."""
-        return self.variant.name
-
-    @property
-    def step(self) -> int:
-        """The variant's."""
-        return self.variant.step
-
-    def unsupported(self, problem: Problem, device: Device) -> str | None:
-        """The variant's."""
-        return self.variant.unsupported(problem, device)
-
-    def seconds(self, problem: Problem, device: Device) -> float:
-        """The variant's."""
-        return self.variant.seconds(problem, device)
-
-    def order(self, problem: Problem) -> str | None:
-        """None: not for batch-invariant problems."""
-        return None
 
 
 class Runtime:

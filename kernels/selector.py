@@ -54,6 +54,35 @@ class Variant(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Unequal:
+    """A variant whose rows were seen with other bits than its class promises on this device."""
+
+    variant: Variant
+
+    @property
+    def name(self) -> str:
+        """The variant's."""
+        return self.variant.name
+
+    @property
+    def step(self) -> int:
+        """The variant's."""
+        return self.variant.step
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """The variant's."""
+        return self.variant.unsupported(problem, device)
+
+    def seconds(self, problem: Problem, device: Device) -> float:
+        """The variant's."""
+        return self.variant.seconds(problem, device)
+
+    def order(self, problem: Problem) -> str | None:
+        """None: not for batch-invariant problems."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One variant as the selector saw it: its time, and why it can't be used, if so."""
 

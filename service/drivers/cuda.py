@@ -35,6 +35,7 @@ from service.drivers.loans import Loans
 from service.drivers.moves import Moves
 from service.drivers.resident import Cache
 from service.drivers.tiles import LARGEST, tiles
+from service.drivers.trust import Trust
 from service.handle import CACHE_SHARE
 from service.memory import Memory, operands_of, unmapped
 from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
@@ -67,9 +68,6 @@ class CudaDriver:
         self.stacking = True
         self.device: Device
         self._runtime: Runtime
-        self._cache: Cache
-        self._lent: Lent
-        self._outcomes: dict[str, probe.Outcome] = {}
         self._reading = Reading(None, detail="not read yet")
         #: Batches that no lane has yet, and what may happen only after them; those in the lanes. Oldest first.
         self._waiting: deque[Flight | Callable[[], None]] = deque()
@@ -96,7 +94,7 @@ class CudaDriver:
         except (RuntimeError, AssertionError) as error:
             raise CannotStart(f"GPU {self._index} can't be used: {error}", needs_person=True) from None
         self._verify_reference()
-        self._admit_variants()
+        self._trust.begin(self._index)
         self._probe = TensorProbe(self.device.uuid)
         self._probe.start(self._read)
 
@@ -104,6 +102,7 @@ class CudaDriver:
         torch = self._torch
         self._runtime = runtime(self._index)
         self.device = self._runtime.device
+        self._trust = Trust(self._runtime, self._report)
         self._place = torch.device("cuda", self._index)
         inward, self._compute, outward, self._back = (torch.cuda.Stream(self._place) for _ in range(4))
         torch.cuda.set_stream(self._compute)
@@ -128,23 +127,6 @@ class CudaDriver:
             if not (d[0].double() - want).norm() <= bound * want.norm():
                 raise CannotStart(f"cuBLAS computes wrong {dtype} products on this GPU", needs_person=True)
 
-    def _admit_variants(self) -> None:
-        """Self-tests run in a process of their own, beside the service; what is known already joins now."""
-        begun = threading.Event()
-
-        def settle(outcome: probe.Outcome) -> None:
-            self._outcomes[outcome.variant] = outcome
-            self._report()
-
-        def admit() -> None:
-            try:
-                probe.admit(self._runtime, self._index, on_outcome=settle, on_known=begun.set)
-            finally:
-                begun.set()
-
-        threading.Thread(target=admit, name="probe", daemon=True).start()
-        begun.wait()
-
     def _read(self, reading: Reading) -> None:
         if reading.active is None:
             log.warning("tensor-core activity: %s", reading.detail)
@@ -153,20 +135,17 @@ class CudaDriver:
 
     def _report(self) -> None:
         torch = self._torch
-        quarantined = {name: self._kind(name, because) for name, because in self._runtime.barred.items()}
         held = {
             "cached": self._cache.nbytes,
             "only": self._cache.sole_nbytes,
             "reserved": torch.cuda.memory_reserved(self._place),
         }
         reading = self._reading
-        self._tell(Report(held, quarantined, reading.active, SOURCE, reading.detail, reading.sm_clock_mhz))
-
-    def _kind(self, name: str, because: str) -> str:
-        outcome = self._outcomes.get(name)
-        if outcome is not None:
-            return str(outcome.ended)
-        return "untested" if because == probe.WAITING else "wrong"
+        self._tell(
+            Report(
+                held, self._trust.quarantined, reading.active, SOURCE, reading.detail, reading.sm_clock_mhz
+            )
+        )
 
     def close(self) -> None:
         """Finish the batches in the lanes, and what is being fetched."""
@@ -385,19 +364,7 @@ class CudaDriver:
             measured = {"here": climb.kept(self.device.key)} if what == "predict" else {}
             return predict.answer(what, args) | measured
         if what == "variants":
-            barred = self._runtime.barred
-            return {
-                "device": asdict(self.device),
-                "variants": [
-                    {
-                        "name": each.name,
-                        "step": each.step,
-                        "state": "barred" if each.name in barred else "admitted",
-                        "detail": barred.get(each.name, self._detail(each.name)),
-                    }
-                    for each in (*self._runtime.variants, *self._runtime.grouped)
-                ],
-            }
+            return {"device": asdict(self.device), "variants": self._trust.variants()}
         if what == "choose":
             return asdict(self._runtime.choose(problem_asked(args), args.get("variant", "auto")))
         return self._ask_of_memory(what, args)
@@ -418,10 +385,6 @@ class CudaDriver:
             kept = self._cache.get(operand.tensor)
             self._back.wait_stream(self._moves.inward)  # it may be on its way
         return self._loans.lend(self._moves.here(operand) if kept is None else kept)
-
-    def _detail(self, name: str) -> str:
-        outcome = self._outcomes.get(name)
-        return f"self-test: {outcome.ended}" if outcome is not None else "the reference"
 
     def forget(self, tensors: Sequence[str]) -> None:
         """Drop these from device memory, once no batch waits that may name them."""

@@ -212,8 +212,8 @@ class StandIn(cuda.CudaDriver):
         self._open()
         kept = probe.Kept(probe.default_folder(), self.device.key, self._runtime.build_hash)
         for outcome in kept.read().values():
-            self._outcomes[outcome.variant] = outcome
             probe.apply(self._runtime, outcome)
+            self._trust.note(outcome)
         self._report()
 
     def _open(self) -> None:
