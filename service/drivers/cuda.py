@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import msgspec
@@ -24,17 +24,16 @@ from kernels.device import Device
 from kernels.operands import Operands
 from kernels.problem import DType, Problem, Unsupported
 from kernels.runtime import Runtime, runtime
-from kernels.together import Group, Host
-from service.drivers.base import CannotStart, late, problem_asked, problem_of
+from service.drivers.base import CannotStart, late, problem_asked
 from service.drivers.cuda_regions import CudaRegions
 from service.drivers.fetches import Fetches
-from service.drivers.flight import Flight, Run
+from service.drivers.flight import Flight
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
+from service.drivers.launches import Launches, Moved
 from service.drivers.lent import Lent
 from service.drivers.loans import Loans
 from service.drivers.moves import Moves
 from service.drivers.resident import Cache
-from service.drivers.tiles import LARGEST, tiles
 from service.drivers.trust import Trust
 from service.handle import CACHE_SHARE
 from service.memory import Memory, operands_of, unmapped
@@ -46,15 +45,10 @@ log = logging.getLogger("gemm.worker")
 LANES = 3
 #: Share of the cache's budget that loans take besides.
 LOAN_SHARE = 0.25
-#: What launching takes in Python: choosing, checking, two events, the call; and a record of a group's table.
-HOST = Host(launch=50e-6, member=25e-6)
 #: Between two looks at what has not ended while the driver is closed.
 CLOSING_SECONDS = 0.001
 #: Exit status after a device error: the context is lost, and with it the process.
 EXIT_DEVICE_FAULT = 5
-
-
-_Moved = tuple[Sequence[Item], Operands | None]
 
 
 class CudaDriver:
@@ -111,6 +105,7 @@ class CudaDriver:
         free, _ = torch.cuda.mem_get_info(self._place)
         self._cache = Cache(int(free * CACHE_SHARE))
         self._moves = Moves(torch, self._place, self._lent, self._cache, inward, outward)
+        self._launches = Launches(torch, self._runtime, self._lent, self._guard)
         self._fetches = Fetches(torch, self._back, self._cache, self._moves)
         self._loans = Loans(torch, self._place, self._back, int(free * CACHE_SHARE * LOAN_SHARE))
 
@@ -231,15 +226,18 @@ class CudaDriver:
             else:
                 flight.ended[item.id] = refusal
         moves = self._moves
-        groups = [due] if flight.batch.stacked and len(due) > 1 else [[item] for item in due]
-        moved: list[_Moved] = [(items, self._guard(flight, items, moves.copy_in)) for items in groups]
+        groups: list[Sequence[Item]] = (
+            [due] if flight.batch.stacked and len(due) > 1 else [[item] for item in due]
+        )
+        moved: list[Moved] = []
+        for items in groups:
+            operands = self._guard(flight, items, moves.copy_in)
+            if operands is not None:
+                moved.append((items, operands))
         if "begun" in flight.marks:  # else all operands were here
             moves.mark(flight, "arrived", moves.inward)
             self._compute.wait_event(flight.marks["arrived"])
-        ran = self._run_together(flight, moved)
-        for items, operands in moved:
-            if operands is not None and self._guard(flight, items, self._run, operands):
-                ran.append((items, operands.d))
+        ran = self._launches.run(flight, moved)
         if flight.runs:
             flight.marks["computed"] = flight.runs[-1].ended
         else:
@@ -268,73 +266,6 @@ class CudaDriver:
                 torch.cuda.synchronize(self._place)
                 torch.cuda.empty_cache()
         return flight.refuse(items, "no_room", "the GPU has no memory for this product")
-
-    def _run_together(self, flight: Flight, moved: list[_Moved]) -> list[tuple[Sequence[Item], Any]]:
-        """Take those out of `moved` that gain by sharing a launch, and launch them; what ran, with each one's D."""
-        able = [one for one in moved if self._may_join(flight.batch, *one)]
-        if len(able) < 2:
-            return []
-        asked = [(problem_of(items[0]), _expanded(problem_of(items[0]), one)) for items, one in able if one]
-        ran: list[tuple[Sequence[Item], Any]] = []
-        for group in self._runtime.groups([problem for problem, _ in asked], HOST):
-            members = [able[number] for number in group.numbers]
-            items = [item for (item,), _ in members]
-            parts = [asked[number] for number in group.numbers]
-            for one in members:
-                moved.remove(one)
-            if self._guard(flight, items, self._launch_group, group, parts):
-                ran += [([item], operands.d) for item, (_, operands) in zip(items, parts, strict=True)]
-        return ran
-
-    def _may_join(self, batch: Batch, items: Sequence[Item], operands: Operands | None) -> bool:
-        """Whether an item may share a launch: nothing of its own was asked for, and its D is nobody's operand."""
-        first = items[0]
-        return (
-            operands is not None
-            and len(items) == 1
-            and not batch.reference_only
-            and first.params.variant == "auto"
-            and not self._lent.on_device(first.out.region)
-            and operands.d.numel() > 0
-            and max(*operands.d.shape, operands.a.shape[-1]) <= LARGEST
-            and late(first) is None
-        )
-
-    def _launch_group(
-        self, flight: Flight, items: Sequence[Item], group: Group, parts: Sequence[tuple[Problem, Operands]]
-    ) -> bool:
-        begun, ended = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._runtime.launch_group(group.variant, parts, before=begun.record)
-        ended.record()
-        flops = sum(problem.flops for problem, _ in parts)
-        flight.runs.append(Run(items, group.choice, flops, begun, ended))
-        return True
-
-    def _run(self, flight: Flight, items: Sequence[Item], operands: Operands) -> bool:
-        torch = self._torch
-        first = items[0]
-        refusal = late(first) if len(items) == 1 else None
-        if refusal is not None:
-            flight.ended[first.id] = refusal
-            return False
-        problem = problem_of(first)
-        if len(items) > 1:
-            problem = replace(problem, m=operands.a.shape[1])
-        wanted = cublas.NAME if flight.batch.reference_only else first.params.variant
-        operands = _expanded(problem, operands)
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if operands.d.numel():
-            # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
-            before: Callable[[], object] = begun.record
-            for part, views in tiles(problem, operands):
-                choice = self._runtime.run(part, views, wanted, before=before)
-                before = _nothing
-        else:
-            begun.record()
-            choice = self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
-        ended.record()
-        flight.runs.append(Run(items, choice, problem.flops, begun, ended))
-        return True
 
     # -- faults -----------------------------------------------------------------------------------------------
 
@@ -411,14 +342,3 @@ class CudaDriver:
                 self._cache.settled(tensors)
 
         self._in_turn(settled)
-
-
-def _nothing() -> None:
-    """Before all launches but the first."""
-
-
-def _expanded(problem: Problem, operands: Operands) -> Operands:
-    """With C of the shape of D, where it is read."""
-    if problem.epilogue.reads_c and operands.c is not None:
-        return replace(operands, c=operands.c.expand(operands.d.shape))
-    return operands

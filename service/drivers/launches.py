@@ -1,0 +1,129 @@
+"""Launches on a GPU: receives items whose operands are there, hands on what each launch computes and its events.
+
+Unlike products that gain by it share a launch; the rest have one each, or several where one is too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kernels import cublas
+from kernels.operands import Operands
+from kernels.problem import Problem
+from kernels.runtime import Runtime
+from kernels.together import Group, Host
+from service.drivers.base import late, problem_of
+from service.drivers.flight import Flight, Run
+from service.drivers.lent import Lent
+from service.drivers.tiles import LARGEST, tiles
+from service.messages import Item
+
+#: What launching takes in Python: choosing, checking, two events, the call; and a record of a group's table.
+HOST = Host(launch=50e-6, member=25e-6)
+
+#: Items of one launch, with their operands.
+Moved = tuple[Sequence[Item], Operands]
+#: Takes a flight, items, a step and what is the step's besides; the step's outcome, or None where it can't be done.
+Guard = Callable[..., Any]
+
+
+class Launches:
+    """Of one GPU, on the caller's current stream. `guard` refuses items for which a step fails."""
+
+    def __init__(self, torch: Any, runtime: Runtime, lent: Lent, guard: Guard) -> None:
+        self._torch = torch
+        self._runtime = runtime
+        self._lent = lent
+        self._guard = guard
+
+    def run(self, flight: Flight, moved: Sequence[Moved]) -> list[tuple[Sequence[Item], Any]]:
+        """Launch all; what was launched, each with its D."""
+        joined: set[int] = set()
+        ran: list[tuple[Sequence[Item], Any]] = []
+        for numbers, group, parts in self._groups(flight, moved):
+            joined.update(numbers)
+            members = [moved[number][0][0] for number in numbers]
+            if self._guard(flight, members, self._together, group, parts):
+                ran += [([item], part.d) for item, (_, part) in zip(members, parts, strict=True)]
+        for number, (items, operands) in enumerate(moved):
+            if number not in joined and self._guard(flight, items, self._alone, operands):
+                ran.append((items, operands.d))
+        return ran
+
+    def _groups(
+        self, flight: Flight, moved: Sequence[Moved]
+    ) -> list[tuple[list[int], Group, list[tuple[Problem, Operands]]]]:
+        """Numbers of those that gain by sharing a launch, how, and what the launch takes of each."""
+        able = [number for number, one in enumerate(moved) if self._may_join(flight, *one)]
+        if len(able) < 2:
+            return []
+        asked = [_asked(*moved[number]) for number in able]
+        return [
+            ([able[n] for n in group.numbers], group, [asked[n] for n in group.numbers])
+            for group in self._runtime.groups([problem for problem, _ in asked], HOST)
+        ]
+
+    def _may_join(self, flight: Flight, items: Sequence[Item], operands: Operands) -> bool:
+        """Whether an item may share a launch: nothing of its own was asked for, and its D is nobody's operand."""
+        first = items[0]
+        return (
+            len(items) == 1
+            and not flight.batch.reference_only
+            and first.params.variant == "auto"
+            and not self._lent.on_device(first.out.region)
+            and operands.d.numel() > 0
+            and max(*operands.d.shape, operands.a.shape[-1]) <= LARGEST
+            and late(first) is None
+        )
+
+    def _together(
+        self, flight: Flight, items: Sequence[Item], group: Group, parts: Sequence[tuple[Problem, Operands]]
+    ) -> bool:
+        begun, ended = self._events()
+        self._runtime.launch_group(group.variant, parts, before=begun.record)
+        ended.record()
+        flops = sum(problem.flops for problem, _ in parts)
+        flight.runs.append(Run(items, group.choice, flops, begun, ended))
+        return True
+
+    def _alone(self, flight: Flight, items: Sequence[Item], operands: Operands) -> bool:
+        first = items[0]
+        refusal = late(first) if len(items) == 1 else None
+        if refusal is not None:
+            flight.ended[first.id] = refusal
+            return False
+        problem, operands = _asked(items, operands)
+        wanted = cublas.NAME if flight.batch.reference_only else first.params.variant
+        begun, ended = self._events()
+        if operands.d.numel():
+            # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
+            before: Callable[[], object] = begun.record
+            for part, views in tiles(problem, operands):
+                choice = self._runtime.run(part, views, wanted, before=before)
+                before = _nothing
+        else:
+            begun.record()
+            choice = self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
+        ended.record()
+        flight.runs.append(Run(items, choice, problem.flops, begun, ended))
+        return True
+
+    def _events(self) -> tuple[Any, Any]:
+        event = self._torch.cuda.Event
+        return event(enable_timing=True), event(enable_timing=True)
+
+
+def _nothing() -> None:
+    """Before all launches but the first."""
+
+
+def _asked(items: Sequence[Item], operands: Operands) -> tuple[Problem, Operands]:
+    """What is to be computed: rows of a stack as one problem, C of the shape of D where it is read."""
+    problem = problem_of(items[0])
+    if len(items) > 1:
+        problem = replace(problem, m=operands.a.shape[1])
+    if problem.epilogue.reads_c and operands.c is not None:
+        operands = replace(operands, c=operands.c.expand(operands.d.shape))
+    return problem, operands
