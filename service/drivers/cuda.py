@@ -178,8 +178,8 @@ class CudaDriver:
         """Tell what ended and launch what waits; whether anything is under way. Never waits for the device."""
         try:
             fetching = self._fetches.advance()
-        except RuntimeError as error:
-            self._fault(error, None)
+        except RuntimeError as error:  # of whatever ran meanwhile: a copy isn't to blame
+            self._fault(error, self._flights[0] if self._flights else None)
         while self._flights and self._is_over(self._flights[0]):
             flight = self._flights.popleft()
             flight.held.clear()
