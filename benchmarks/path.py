@@ -260,12 +260,11 @@ def show(row: Row) -> None:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.path", description=__doc__)
-    parser.add_argument("--machine", default="gpu", help="short name of this machine in benchmarks/results")
+    record.add_places(parser, "gpu")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each way")
     parser.add_argument("--awake-ms", type=float, action="append", help="by default 0 and 2")
     parser.add_argument("--stand-in", action="store_true", help="no GPU: one made of CPU memory")
     parser.add_argument("--kernel-us", type=float, default=200.0, help="of the stand-in's products")
-    parser.add_argument("--out", type=Path, help="folder for the results file")
     options = parser.parse_args()
     options.awake_ms = options.awake_ms or [0.0, 2.0]
     rows = []

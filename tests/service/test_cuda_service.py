@@ -99,6 +99,27 @@ def test_a_row_has_the_same_bits_alone_and_in_a_stack(service: Service) -> None:
     assert after > before, "nothing was stacked"
 
 
+def test_unlike_products_share_launches_and_have_the_bits_that_they_have_alone(service: Service) -> None:
+    shapes = [(8 + 3 * n, 128 + 16 * n, 256) for n in range(12)]
+    rows = [normal(m, k) for m, _, k in shapes]
+    for number, (_, n, k) in enumerate(shapes):
+        assert service.put(f"unlike-{number}", normal(k, n)).status_code in (200, 201)
+    alone = [service.gemm(a, f"unlike-{number}").content for number, a in enumerate(rows)]
+
+    def ask(number: int) -> tuple[bytes, str]:
+        import httpx
+
+        answer = httpx.post(f"{service.url}/gemm", timeout=60, **raw(rows[number], f"unlike-{number}"))
+        return answer.content, answer.headers["x-gemm-variant"]
+
+    found: list[tuple[bytes, str]] = []
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        for _ in range(20):
+            found += pool.map(ask, range(12))
+    assert [content for content, _ in found] == alone * 20
+    assert any("grouped" in variant for _, variant in found), "no two waited together"
+
+
 def test_nan_and_infinity_go_through(service: Service) -> None:
     a, b = normal(8, 16), normal(16, 8)
     a[2, 3], a[5, 0] = np.nan, np.inf
