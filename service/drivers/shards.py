@@ -175,7 +175,9 @@ class Shards:
 
     def multiply(self, item: Item, parts: Parts, out: Any) -> None:
         """This rank's rows of D into `out`, together with the others. Raises Unsupported, RankLost."""
-        params = item.params
+        params, key = item.params, self._key(item, "b")
+        if key is not None:
+            self._cache.forget([key])  # which takes its size off, as it is before blocks come
         gemm_sharded(
             parts.a,
             parts.columns.block,
@@ -192,8 +194,7 @@ class Shards:
             variant=self._variant,
         )
         parts.shards["exchanged"] = parts.columns.gathered.received
-        if (key := self._key(item, "b")) is not None:
-            self._cache.forget([key])  # it may have grown
+        if key is not None:
             self._cache.put(key, parts.columns)
 
     def keep_result(self, item: Item, out: Any) -> bool:
