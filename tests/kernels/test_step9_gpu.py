@@ -11,14 +11,14 @@ import pytest
 
 from kernels.call import Strides, code_of
 from kernels.device import describe_cuda
-from kernels.hopper.variants import Step9, variants
+from kernels.hopper.variants import Step9, candidates, variants
 from kernels.libraries import Libraries
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-FAMILY = variants()
+FAMILY = (*variants(), *candidates())
 TORCH = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 CASES = 24  # random problems a function
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu": 1.13, "silu": 1.1}
