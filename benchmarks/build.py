@@ -1,6 +1,6 @@
 """What a build makes: receives an architecture, hands on build.json with functions, bytes and seconds.
 
-    python -m benchmarks.build [--arch sm_90a --arch sm_100a] [--root DIR [--as-built]]
+    python -m benchmarks.build [--arch sm_90a --arch sm_100a …] [--root DIR [--as-built]]
     python -m benchmarks.build --readme
 
 Builds into a fresh folder, so that everything is compiled; with --root, takes what lies there from the cache, and
@@ -23,7 +23,7 @@ from benchmarks.record import RESULTS, add_places, cpu_machine, section, write
 from kernels.build import build
 from kernels.libraries import read_manifest
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 BEGIN = "<!-- build: python -m benchmarks.build --readme -->\n"
 
@@ -69,7 +69,7 @@ def _took(row: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.build", description="Measure the build.")
-    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: both")
+    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all")
     parser.add_argument("--root", type=Path, help="take what is there from the cache")
     add_places(parser)
     parser.add_argument("--as-built", action="store_true", help="compile nothing")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from kernels.build import BuildError, build
+from kernels.build import BuildError, build, modules_of
 from kernels.gates import GATES, ROLES, Code, Gate, check, code_of, main, tmem_columns
 from kernels.libraries import Libraries
 from kernels.machine_code import entries, mnemonics
@@ -150,6 +151,25 @@ def test_what_is_built_passes(arch: str, product: str) -> None:
     names = [name for each in built for name in each.functions]
     assert {name[:5] for name in names} == {f"step{number}" for number in range(1, 10)}
     assert {name: failed for name in names if (failed := check(arch, code_of(libraries, name)))} == {}
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+def test_blackwell_ultra_has_the_functions_of_blackwell_and_its_product_passes() -> None:
+    """What is listed for sm_103a is what is listed for sm_100a; one library of Step 9 is really built for it."""
+    pytest.importorskip("cutlass")
+    modules = modules_of("sm_103a")
+    assert modules == modules_of("sm_100a")
+    listed = [function for name in modules for function in import_module(name).functions()]
+    names = {arch: {f.name for f in listed if f.arch == arch} for arch in ("sm_100a", "sm_103a")}
+    assert names["sm_103a"] == names["sm_100a"]
+    product = "step9_512x256_kk_fp16_half"
+    build("sm_103a", only=product, modules=["kernels.blackwell.step9_multi_consumer"])
+    libraries = Libraries("sm_103a")
+    assert product in libraries.manifest.functions
+    for name in libraries.manifest.functions:
+        assert ".target sm_103a" in libraries.path(name, "ptx").read_text()
+        assert check("sm_103a", code_of(libraries, name)) == [], name
 
 
 @pytest.mark.ci
