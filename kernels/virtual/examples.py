@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,6 +33,7 @@ from kernels import results
 from kernels.virtual.third_party import arguments_of, changed, flaw_of, smaller
 
 _TIMEOUT = 400
+_WRAPPED = "_tvm_ffi_tensor"  # attribute of what cute.runtime.from_dlpack makes
 _DETAIL = 400  # characters of what went wrong
 
 
@@ -287,18 +288,22 @@ def _wrap_compile() -> None:
 
     from kernels.virtual.host import on_device
 
-    def given(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return on_device(value.detach())
-        wrapped = getattr(value, "_tvm_ffi_tensor", None)  # of cute.runtime.from_dlpack
-        return value if wrapped is None else on_device(wrapped)
-
     class Wrapped:
-        def __init__(self, function: Any) -> None:
+        """`made_for`: what it was compiled with; tensors of the CPU among them make a function that takes such."""
+
+        def __init__(self, function: Any, made_for: Iterable[Any]) -> None:
             self.function = function
+            self.takes_cpu = any(hasattr(value, _WRAPPED) for value in made_for)
+
+        def given(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return on_device(value.detach())
+            if hasattr(value, _WRAPPED) and not self.takes_cpu:
+                return on_device(getattr(value, _WRAPPED))
+            return value
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.function(*map(given, args), **{n: given(v) for n, v in kwargs.items()})
+            return self.function(*map(self.given, args), **{n: self.given(v) for n, v in kwargs.items()})
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.function, name)
@@ -309,10 +314,10 @@ def _wrap_compile() -> None:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             compiled = original(*args, **kwargs)
             tvm = "tvm" in type(compiled).__name__.lower()
-            return Wrapped(compiled) if tvm else compiled
+            return Wrapped(compiled, [*args, *kwargs.values()]) if tvm else compiled
 
         def __getitem__(self, item: Any) -> Any:
-            return lambda *a, **k: Wrapped(original[item](*a, **k))
+            return lambda *a, **k: Wrapped(original[item](*a, **k), [*a, *k.values()])
 
     cute.compile = Compile()
     _no_timing()
