@@ -168,7 +168,7 @@ def _rank(rank: int, world: int, port: int, size: int, rounds: int, answers: Any
         rank=rank,
         device_id=device,
     )
-    own = Share(rank, world, size)
+    own = Share(rank, world, size, device)
     _timed(own.whole, 2)
     told: Row = {"rank": rank, "seconds": _timed(own.whole, rounds)}
     told["wrong"], told["error"] = _check(own.a, own.b, own.out)
@@ -199,13 +199,13 @@ def _timed(work: Callable[[], None], count: int) -> list[float]:
 class Share:
     """What one rank has of a product of `size`³: rows of A and D, columns of B."""
 
-    def __init__(self, rank: int, world: int, size: int) -> None:
+    def __init__(self, rank: int, world: int, size: int, device: Any) -> None:
         import torch
 
         from kernels.sharded import split
 
         self._rank, self._world, self._columns = rank, world, split(size, world)
-        device, mine = torch.device("cuda", rank), self._columns[rank]
+        mine = self._columns[rank]
         generator = torch.Generator(device).manual_seed(rank)
 
         def drawn(*shape: int) -> Any:
