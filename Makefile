@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c c
 PYTEST := $(BIN)/python -m pytest
 CI := 'ci and not gpu and not slow'
 # Real processes get a second try on a machine that others use too, kernels don't (tests/conftest.py); each is reported.
-SPREAD := -n 2 --dist loadgroup --reruns 1 -r Rs
+SPREAD := -n 2 --reruns 1 -r Rs
 
 .PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-large test-ray lint proto audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from service.jobs import decode
 from service.model import StepBody, validate
+from service.routes import jobs as jobs_routes
 from tests.service.serving import RAW, Site, serving
 from tests.service.storing import tensor
 from tests.service.test_jobs import ONE, TWO, A, B
@@ -26,6 +27,19 @@ KEY = {"idempotency-key": "k"}
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     async with serving(tmp_path) as site:
         yield site
+
+
+@pytest.fixture
+def told_once(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a stream of events has told how the job stands, and waits for a change."""
+    told, news = asyncio.Event(), jobs_routes._Shown.news
+
+    def noted(shown: jobs_routes._Shown) -> Iterator[bytes]:
+        yield from news(shown)
+        told.set()
+
+    monkeypatch.setattr(jobs_routes._Shown, "news", noted)
+    return told
 
 
 async def post(client: httpx.AsyncClient, *steps: dict[str, Any], **headers: str) -> httpx.Response:
@@ -205,11 +219,11 @@ class TestSee:
         assert [job["id"] for job in page["jobs"]] == [ids[0]]
         assert page["next"] is None
 
-    async def test_events(self, site: Site) -> None:
+    async def test_events(self, site: Site, told_once: asyncio.Event) -> None:
         site.computer.gate.clear()
         location = (await post(site.ann, ONE, TWO)).headers["location"]
         watching = asyncio.create_task(site.ann.get(f"{location}/events"))
-        await asyncio.sleep(0.05)
+        await told_once.wait()
         site.computer.gate.set()
         reply = await watching
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -221,11 +235,11 @@ class TestSee:
         late = events((await site.ann.get(f"{location}/events")).text)
         assert [(kind, event["state"]) for kind, event in late] == [("step", "done")] * 2 + [("job", "done")]
 
-    async def test_events_end_when_the_service_shuts_down(self, site: Site) -> None:
+    async def test_events_end_when_the_service_shuts_down(self, site: Site, told_once: asyncio.Event) -> None:
         site.computer.gate.clear()
         location = (await post(site.ann, ONE)).headers["location"]
         watching = asyncio.create_task(site.ann.get(f"{location}/events"))
-        await asyncio.sleep(0.05)
+        await told_once.wait()
         await site.services.jobs.pause()
         assert events((await watching).text)[-1][1]["state"] == "running"
 
