@@ -9,12 +9,32 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from vulture import Vulture
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted([*ROOT.glob("service/**/*.py"), *ROOT.glob("kernels/**/*.py")])
 #: Modules of the worker process; all else in service/ is the front's, the client's or shared.
 WORKER = ("service.worker", "service.drivers")
 HEAVY = {"torch", "cutlass", "cuda", "cupy", "tvm_ffi", "pynvml"}
+#: What libraries look for by its name, or take from what is set on their objects.
+CALLED_BY_NAME = {
+    *("__getattr__", "__signature__", "model_config"),  # Python, pydantic
+    *("route_class", "build_middleware_stack"),  # FastAPI
+    *("get_buffer", "buffer_updated", "sizehint", "on_headers_complete"),  # asyncio, httptools
+    *(
+        "should_exit",
+        "force_exit",
+        "total_requests",
+        "timeout_graceful_shutdown",
+        "_should_upgrade",
+    ),  # uvicorn
+    *("check_health", "numMetrics", "*_param"),  # Ray Serve, NVML, protobuf
+    *("encode_response", "resp_mime_type", "forward", "serialize"),  # LitServe, mosec
+}
+#: Fields that are only read as a whole, by who writes them down.
+WRITTEN_DOWN = {"memory_bytes", "tile_k"}
+#: Goes with the next change of kernels/hopper: libraries are named by a hash of its sources.
+NEXT_TIME = {"HEIGHT"}
 
 
 def module(path: Path) -> str:
@@ -68,6 +88,11 @@ def test_only_the_worker_knows_kernels_and_devices(path: Path) -> None:
     assert not of(imports(path, everywhere=False), *HEAVY)
 
 
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_what_is_installed_imports_nothing_that_is_not(path: Path) -> None:
+    assert not of(imports(path, everywhere=True), "benchmarks", "tests")
+
+
 def test_nothing_imports_in_circles() -> None:
     graph = {module(path): imports(path, everywhere=False) & MODULES - {module(path)} for path in FILES}
     TopologicalSorter(graph).prepare()
@@ -85,3 +110,19 @@ def test_the_app_starts_without_torch_cuda_or_compiler() -> None:
     code = f"import sys, service.app, service.protocol; print(sorted(set(sys.modules) & {HEAVY!r}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_everything_is_used() -> None:
+    """By the package, its benchmarks or a test. Code that kernels/virtual writes calls what is there by name."""
+    found = Vulture(
+        ignore_names=[*CALLED_BY_NAME, *WRITTEN_DOWN, *NEXT_TIME],
+        ignore_decorators=["@router.*", "@app.get", "@drill", "@field_validator", "@model_validator"],
+    )
+    found.scavenge([str(ROOT / name) for name in ("service", "kernels", "benchmarks", "tests")], ["*_pb2.py"])
+    unused = [
+        f"{item.filename.relative_to(ROOT)}:{item.first_lineno}: {item.typ} {item.name}"
+        for item in found.get_unused_code(min_confidence=60)
+        if not item.filename.is_relative_to(ROOT / "kernels/virtual")
+        and not item.filename.is_relative_to(ROOT / "tests")
+    ]
+    assert unused == []
