@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 KERNELS = Path(__file__).parent / "kernels"
 #: Tests that share nothing with their file's others and take long: each goes by itself.
@@ -15,23 +14,23 @@ ALONE = ("::test_every_step[", "::test_what_is_built_passes[", "blackwell/test_s
 LONG = ("test_install.py", "test_page_browser.py", "::test_every_step[9-", "::test_what_is_built_passes[")
 
 
-class Spread(LoadScopeScheduling):
-    """By file. (xdist's own groups have no effect: they rename tests where pytest 9.2 no longer looks.)"""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid if any(name in nodeid for name in ALONE) else nodeid.partition("::")[0]
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Spread:
-    """Whatever `--dist` says."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whatever `--dist` says. (xdist's own groups have no effect: they rename tests where pytest 9.2 doesn't look.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Spread(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if any(name in nodeid for name in ALONE) else nodeid.partition("::")[0]
+
     config.option.loadscopereorder = False  # as sorted below
     return Spread(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first; of kernels' tests none is tried again, for that could hide a race."""
-    for item in items:
-        if item.path.is_relative_to(KERNELS):
-            item.add_marker(pytest.mark.flaky(reruns=0))
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            if item.path.is_relative_to(KERNELS):
+                item.add_marker(pytest.mark.flaky(reruns=0))
     items.sort(key=lambda item: next((n for n, name in enumerate(LONG) if name in item.nodeid), len(LONG)))
