@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from service import ipc
 from service.arena import Arena
 from service.drivers import cuda
 from service.messages import Batch, BatchDone, Item, Operand, Report
+
+if TYPE_CHECKING:  # workers import this too
+    import pytest
 
 HANGS, DIES = 77.0, 78.0
 #: Bytes of its memory for stored tensors.
@@ -229,6 +232,12 @@ class StandIn(cuda.CudaDriver):
     def close(self) -> None:
         self._probe = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
         super().close()
+
+
+def undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a StandIn that is opened in a test's own process puts in the driver's place is taken away again."""
+    for module, name in ((cuda, "runtime"), (ipc, "allocate"), (ipc, "free"), (ipc, "export")):
+        monkeypatch.setattr(module, name, getattr(module, name))
 
 
 class Arenas:

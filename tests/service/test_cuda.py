@@ -26,6 +26,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = False
         monkeypatch.setattr(cuda_stand_in.Event, "query", lambda event: not self.held)
+        cuda_stand_in.undone(monkeypatch)
         self.memory = Arenas()
         self.driver = StandIn(Memory(self.memory.arena))
         self.driver.start(lambda report: None)

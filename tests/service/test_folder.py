@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import ServiceError
-from service.folder import DataFolder, FolderTaken, refusal, refusing
+from service.folder import DataFolder, FolderBroken, FolderTaken, refusal, refusing
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_closed_folder_can_be_opened_again(tmp_path: Path) -> None:
 
 def test_folder_that_is_a_file_stops_start_up(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FolderBroken, match="can't be the data folder: File exists"):
         DataFolder(tmp_path / "data").open()
 
 
