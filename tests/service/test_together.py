@@ -97,6 +97,7 @@ def test_kernels_give_the_same_bits_together_and_alone(
         def _made(self) -> Any:
             return chip
 
+    cuda_stand_in.undone(monkeypatch)
     driver = Virtual(Memory(memory.arena))
     driver.start(lambda report: None)
     items = []
