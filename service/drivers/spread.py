@@ -78,7 +78,7 @@ class SpreadDriver:
         wanted = self._cluster
         try:
             ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.WARNING)
-            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            resources: dict[str, float] = ray.cluster_resources()
             has = resources.get("GPU", 0.0)
             self._on_gpus = wanted.device == "cuda" or (wanted.device == "auto" and has >= wanted.ranks)
             self._ranks = Ranks(

@@ -137,8 +137,10 @@ def test_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_it_lives_in_a_terminal_until_it_is_stopped(service: Service) -> None:
     ours, theirs = pty.openpty()
+    # A test that a shell runs in the background inherits that an interrupt is ignored.
+    heeding = ["env", "--default-signal=INT", sys.executable]
     process = subprocess.Popen(
-        [sys.executable, "-m", "service", "top", "--url", service.url, "--every", "0.5"],
+        [*heeding, "-m", "service", "top", "--url", service.url, "--every", "0.5"],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
