@@ -139,8 +139,11 @@ def serving() -> list[Row]:
     ]
     moved = {r["name"]: r for r in document["rows"] if r["part"] == "transfers"}
     if moved:
-        told = ", ".join(f"{name} {row['ratio']['median']:.2f}" for name, row in moved.items())
-        rows.append(("Bytes in and out, as a share of bare socket calls", told, source))
+        told = ", ".join(
+            f"{name} {row['ratio']['median']:.2f} ({row['request_ratio']['median']:.2f})"
+            for name, row in moved.items()
+        )
+        rows.append(("Bytes in and out, as a share of bare socket calls (the whole request's)", told, source))
     rows += [
         (
             f"Stacking: {row['clients']} clients, {row['workload']}",

@@ -127,40 +127,64 @@ def _rate_row(name: str, runs: list[Counted], own: list[Counted]) -> Row:
 
 
 def transfers(rounds: int, tick: Callable[[str], None]) -> list[Row]:
-    """Uploads into the arena and replies from it, against bare socket calls."""
+    """Uploads into the arena and replies from it, against bare socket calls.
+
+    `ratio` counts what the bytes add to a request: its seconds less those of the same request with one number
+    to move. `request_ratio` counts the whole request, with everything that a service does beside moving bytes.
+    """
     rows = []
     with one_service() as (port, http):
         peer, raw = Peer(port), Raw(256 * MIB)
+        gemm = "/gemm?alpha=0&dtype=fp32&a_shape={}&b_shape={}"
+        put(http, "t0", np.zeros((1, 1), np.float32))
+        number = partial(peer.exchange, "POST", gemm.format("1x1", "1x1"), bytes(8))
         for mib in (8, 64, 256):
             body = memoryview(np.random.default_rng(3).bytes(mib * MIB + 4096))
-            target = f"/gemm?alpha=0&a_shape={mib * 256}x1024&b_shape=1024x1&dtype=fp32"
-            pairs = []
-            for _ in range(rounds):
-                tick(f"upload of {mib} MiB")
-                pairs.append((peer.exchange("POST", target, body), raw.receive(body[: mib * MIB])))
-            rows.append(_transfer_row(f"upload {mib} MiB", mib * MIB, pairs))
+            request = partial(peer.exchange, "POST", gemm.format(f"{mib * 256}x1024", "1024x1"), body)
+            bare = partial(raw.receive, body[: mib * MIB])
+            rows.append(_transfer(f"upload {mib} MiB", mib * MIB, (request, number, bare), rounds, tick))
+        number = partial(peer.exchange, "GET", "/tensors/t0", into=memoryview(bytearray(4)))
         for mib in (8, 64):
             put(http, f"t{mib}", np.zeros((mib * 256, 1024), np.float32))
             into = memoryview(bytearray(mib * MIB))
-            pairs = []
-            for _ in range(rounds):
-                tick(f"reply of {mib} MiB")
-                pairs.append((peer.exchange("GET", f"/tensors/t{mib}", into=into), raw.send(into)))
-            rows.append(_transfer_row(f"reply {mib} MiB", mib * MIB, pairs))
+            request = partial(peer.exchange, "GET", f"/tensors/t{mib}", into=into)
+            bare = partial(raw.send, into)
+            rows.append(_transfer(f"reply {mib} MiB", mib * MIB, (request, number, bare), rounds, tick))
         peer.close()
         raw.close()
     return rows
 
 
-def _transfer_row(name: str, nbytes: int, pairs: list[tuple[float, float]]) -> Row:
-    """The first pair warms pages and buffers up and doesn't count."""
-    pairs = pairs[1:]
+#: Bytes that one round of `_transfer` moves at most, and how often at most.
+ROUND_BYTES = 256 * MIB
+ROUND_EXCHANGES = 15
+
+
+def _transfer(
+    name: str,
+    nbytes: int,
+    timed: tuple[Callable[[], float], Callable[[], float], Callable[[], float]],
+    rounds: int,
+    tick: Callable[[str], None],
+) -> Row:
+    """A request that moves the bytes, one that moves a number, and bare sockets, in turns.
+
+    Medians of each round; the first warms pages and buffers up and doesn't count."""
+    times = []
+    for _ in range(rounds):
+        tick(name)
+        turns = range(min(ROUND_EXCHANGES, max(1, ROUND_BYTES // nbytes)))
+        columns = zip(*[[seconds() for seconds in timed] for _ in turns], strict=True)
+        times.append([statistics.median(column) for column in columns])
+    times = times[1:]
     return {
         "name": name,
         "bytes": nbytes,
-        "bytes_per_second": record.spread([nbytes / mine for mine, _ in pairs]),
-        "raw_bytes_per_second": record.spread([nbytes / bare for _, bare in pairs]),
-        "ratio": record.spread([bare / mine for mine, bare in pairs]),
+        "bytes_per_second": record.spread([nbytes / mine for mine, _, _ in times]),
+        "empty_seconds": record.spread([nothing for _, nothing, _ in times]),
+        "raw_bytes_per_second": record.spread([nbytes / raw for _, _, raw in times]),
+        "ratio": record.spread([raw / (mine - nothing) for mine, nothing, raw in times]),
+        "request_ratio": record.spread([raw / mine for mine, _, raw in times]),
     }
 
 
@@ -231,7 +255,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=3, help="whole seconds of one run of wrk")
     parser.add_argument("--machine", default="cpu", help="short name of this machine in benchmarks/results")
     parser.add_argument(
-        "--part", choices=PARTS, action="append", help="only these parts; nothing is written then"
+        "--part", choices=PARTS, action="append", help="only these parts; the others' rows stay as they are"
     )
     options = parser.parse_args()
     rows: list[Row] = []
@@ -247,10 +271,11 @@ def main() -> None:
             for row in found:
                 print({key: _short(value) for key, value in row.items()}, flush=True)
             rows += found
-    if not options.part:
-        path = record.write(options.machine, "serving", rows, details=record.cpu_machine(), packages=PACKAGES)
-        draw(rows, path.with_suffix(".png"))
-        print(f"written: {path} and {path.with_suffix('.png')}")
+    path = record.write(
+        options.machine, "serving", rows, details=record.cpu_machine(), packages=PACKAGES, key="part"
+    )
+    draw(json.loads(path.read_text())["rows"], path.with_suffix(".png"))
+    print(f"written: {path} and {path.with_suffix('.png')}")
 
 
 def _short(value: Any) -> Any:
