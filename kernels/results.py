@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-#: Flags that say where a file is written to in the first place, which tells nothing of the figures.
-_PLACES = ("--out", "--log")
+#: Flags that say where files are or go, which tells nothing of the figures.
+_PLACES = ("--out", "--log", "--json", "--kept", "--root")
 
 
 def write(path: Path, what: str, rows: Iterable[dict[str, Any]], key: str = "", **more: Any) -> None:
@@ -69,7 +69,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def command() -> str:
-    """How this process was started, as one types it; without the folder that `--out` names."""
+    """How this process was started, as one types it; without flags that name places."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
     words: list[str] = []

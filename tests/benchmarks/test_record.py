@@ -48,7 +48,7 @@ def test_a_run_that_writes_elsewhere_goes_on_from_the_file_that_is_recorded(
     assert json.loads((tmp_path / "results/here/it.json").read_text())["rows"] == [{"name": "a"}]
 
 
-@pytest.mark.parametrize("place", [["--out", "/tmp/x"], ["--out=/tmp/x"], []])
+@pytest.mark.parametrize("place", [["--out", "/tmp/x"], ["--out=/tmp/x"], ["--json", "/tmp/x.json"], []])
 def test_where_a_file_was_written_first_is_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: list[str]
 ) -> None:
