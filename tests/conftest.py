@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS, BENCHMARKS = (Path(__file__).parent / name for name in ("kernels", "benchmarks"))
 #: Tests that share nothing with their file's others and take long: each goes by itself.
 ALONE = ("::test_every_step[", "::test_what_is_built_passes[", "blackwell/test_step9_virtual.py::")
 #: By how long they take: who begins last ends last.
@@ -28,9 +28,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest first; of kernels' tests none is tried again, for that could hide a race."""
+    """The longest first; of kernels' tests none is tried again, for that could hide a race; nor are benchmarks' in
+    `make test`.
+    """
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
-            if item.path.is_relative_to(KERNELS):
+            wide = item.get_closest_marker("ci") is not None
+            if item.path.is_relative_to(KERNELS) or (item.path.is_relative_to(BENCHMARKS) and not wide):
                 item.add_marker(pytest.mark.flaky(reruns=0))
     items.sort(key=lambda item: next((n for n, name in enumerate(LONG) if name in item.nodeid), len(LONG)))

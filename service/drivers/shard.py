@@ -18,9 +18,19 @@ from kernels.device import Device, describe_cpu, describe_cuda
 from kernels.problem import Unsupported
 from kernels.sharded import RankLost
 from service.drivers.base import CannotStart, problem_of
-from service.drivers.shards import VARIANT, Shards, cut, named, reason_of, shard_budget, spans, tensor_of
+from service.drivers.shards import (
+    VARIANT,
+    OfRanks,
+    Shards,
+    cut,
+    named,
+    reason_of,
+    shard_budget,
+    spans,
+    tensor_of,
+)
 from service.memory import Memory, operands_of, unmapped
-from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
+from service.messages import Batch, BatchDone, Item, ItemDone, Report
 
 #: Rows of a matrix that is no whole run of memory are brought to a GPU in panels of this size.
 PANEL_BYTES = 256 << 20
@@ -42,7 +52,7 @@ class Rank:
     shard_bytes: int = 0
 
 
-class ShardDriver:
+class ShardDriver(OfRanks):
     """See service.drivers.base.Driver; computes one item at a time, with all other ranks."""
 
     stacking = False
@@ -182,33 +192,9 @@ class ShardDriver:
         if self._rank.gpu is not None:
             self._torch.cuda.synchronize(self._place)
 
-    def ask(self, what: str, args: dict[str, Any]) -> Any:
-        """A rank answers no questions; workers do."""
-        raise ValueError(f"a rank can't answer {what!r}")
-
     def forget(self, tensors: Sequence[str]) -> None:
         """Drop their shards."""
         self._shards.forget(tensors)
-
-    def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
-        """D goes to the arena at once."""
-        fetched("a rank has no result that the arena hasn't")
-
-    def settled(self, tensors: Sequence[str]) -> None:
-        """The arena has what a rank keeps."""
-
-    def hung(self) -> None:
-        """Which rank held the others up isn't known here; the front ends them all."""
-
-    def map(self, message: Map, descriptor: int) -> None:
-        """Map a client's memory; a device's can't be."""
-        if message.handle:
-            raise ValueError("ranks take no device memory of clients")
-        self._memory.map(message, descriptor)
-
-    def unmap(self, region: int) -> None:
-        """Let it go."""
-        self._memory.unmap(region)
 
     def close(self) -> None:
         """Nothing is under way: `submit` returns when it is done."""

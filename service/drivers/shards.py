@@ -17,7 +17,7 @@ from kernels.sharded import Gathered, gemm_sharded, split
 from service.drivers.base import CannotStart, problem_of
 from service.drivers.resident import Cache
 from service.memory import Memory
-from service.messages import Item, Operand
+from service.messages import Item, Map, Operand
 from service.settings import memory_limit
 
 #: What this way of computing is called in requests and replies.
@@ -29,6 +29,36 @@ WHOLE_SHARE = 0.5
 
 #: Roles of a kept shard: rows or columns of a tensor, as it is stored and transposed.
 _ROLES = ("rows", "rows of the transpose", "columns", "columns of the transpose")
+
+
+class OfRanks:
+    """What a driver of ranks answers to the rest of service.drivers.base.Driver: D is in the arena at once."""
+
+    _memory: Memory
+
+    def ask(self, what: str, args: dict[str, Any]) -> Any:
+        """Ranks answer no questions; workers do."""
+        raise ValueError(f"ranks can't answer {what!r}")
+
+    def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
+        """D goes to the arena at once."""
+        fetched("ranks have no result that the arena hasn't")
+
+    def settled(self, tensors: Sequence[str]) -> None:
+        """The arena has what ranks keep."""
+
+    def hung(self) -> None:
+        """Which rank held the others up isn't known here; they end together."""
+
+    def map(self, message: Map, descriptor: int) -> None:
+        """Map a client's memory; a device's can't be."""
+        if message.handle:
+            raise ValueError("ranks take no device memory of clients")
+        self._memory.map(message, descriptor)
+
+    def unmap(self, region: int) -> None:
+        """Let it go."""
+        self._memory.unmap(region)
 
 
 def spans(extent: int, count: int) -> list[slice]:

@@ -13,16 +13,16 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kernels.device import Device, describe_cpu
 from kernels.problem import Unsupported
 from kernels.sharded import RankLost
 from service.drivers.base import CannotStart
-from service.drivers.shards import VARIANT, named, reason_of, tensor_of
+from service.drivers.shards import VARIANT, OfRanks, named, reason_of, tensor_of
 from service.handle import EXIT_CANNOT_START
 from service.memory import Memory, operands_of, unmapped
-from service.messages import Batch, BatchDone, Item, ItemDone, Map, Operand, Report
+from service.messages import Batch, BatchDone, Item, ItemDone, Report
 
 if TYPE_CHECKING:
     from service.drivers.ray_ranks import Ranks, Told
@@ -44,7 +44,7 @@ class Cluster:
     shard_bytes: int = 0
 
 
-class SpreadDriver:
+class SpreadDriver(OfRanks):
     """See service.drivers.base.Driver; computes one item at a time, on all ranks."""
 
     stacking = False
@@ -146,34 +146,10 @@ class SpreadDriver:
         flops = sum(each.flops for each in told)
         return BatchDone(batch.id, (ended,), seconds, {VARIANT: flops}, {VARIANT: busy}, shards=shards)
 
-    def ask(self, what: str, args: dict[str, Any]) -> Any:
-        """Ranks answer no questions; workers do."""
-        raise ValueError(f"ranks can't answer {what!r}")
-
     def forget(self, tensors: Sequence[str]) -> None:
         """Ranks drop their shards."""
         with self._using:
             self._ranks.forget(tensors)
-
-    def fetch(self, operand: Operand, fetched: Callable[[str], None]) -> None:
-        """D goes to the arena at once."""
-        fetched("ranks have no result that the arena hasn't")
-
-    def settled(self, tensors: Sequence[str]) -> None:
-        """The arena has what ranks keep."""
-
-    def hung(self) -> None:
-        """Which rank held the others up isn't known here; Ray ends them all with this process."""
-
-    def map(self, message: Map, descriptor: int) -> None:
-        """Map a client's memory; a device's can't be."""
-        if message.handle:
-            raise ValueError("ranks take no device memory of clients")
-        self._memory.map(message, descriptor)
-
-    def unmap(self, region: int) -> None:
-        """Let it go."""
-        self._memory.unmap(region)
 
     def close(self) -> None:
         """End the ranks; nothing is under way."""
