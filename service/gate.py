@@ -24,6 +24,7 @@ from service.errors import CODES, ServiceError, short
 from service.faults import Place, refusal
 from service.inference.errors import status_of
 from service.keys import ANONYMOUS, Keys, Principal
+from service.path import routed
 from service.settings import Settings, SettingsError
 from service.traces import Tracer
 from service.transfer import EXTENSION, ClientGone
@@ -78,6 +79,7 @@ class Gate:
         services: Services = self._owner.state.services
         started = time.perf_counter()
         headers = _Headers(scope["headers"])
+        scope["path"] = routed(scope)
         state = scope.setdefault("state", {})
         reply = _Reply(send, headers.request_id(), scope)
         trace = logs.Trace.take(headers.text(b"traceparent"))

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from service import conditional, download
 from service.errors import ServiceError
 from service.keys import Principal
-from service.model import NAME, NAME_CHARACTERS, DTypeName, validate_query
+from service.model import NAME, DTypeName, validate_query
 from service.query import RAW, SAFETENSORS, no_query, parse_query
 from service.reply import NPY, send_json
 from service.routes.plain import PlainRoute, plain
@@ -36,7 +36,7 @@ class PageQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    after: str = Field("", max_length=NAME_CHARACTERS, description="`next` of the page before")
+    after: str = Field("", pattern=rf"^$|{NAME}", description="`next` of the page before")
     limit: int = Field(100, ge=1, le=PAGE_ENTRIES, description="Most entries of the page")
 
 
