@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
 import socket
 import struct
@@ -119,7 +120,7 @@ class FrontLink(asyncio.Protocol):
 
 
 class WorkerLink:
-    """The worker's end: one reading thread, any number of sending ones."""
+    """The worker's end: one thread reads at a time, any number send."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -142,6 +143,14 @@ class WorkerLink:
             return self._receive(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
+
+    def receive_unless(self, bell: int) -> list[ToWorker] | None:
+        """As `receive`, but [] where the eventfd `bell` is rung and nothing else is here."""
+        ends: list[socket.socket | int] = [self._end, bell]
+        if self._end in select.select(ends, [], [])[0]:
+            return self._receive(0)
+        os.eventfd_read(bell)
+        return []
 
     def _receive(self, flags: int) -> list[ToWorker] | None:
         try:

@@ -71,7 +71,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Answered by Pong from the worker's reading thread; tells a live process from a stopped one."""
+    """Answered by Pong from the thread that reads the worker's link; tells a live process from a stopped one."""
 
     number: int
 

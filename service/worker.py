@@ -1,8 +1,9 @@
 """The worker process, owner of the device: receives batches over the link, hands on their outcomes.
 
-Where the device works by itself, one thread reads the link, answers pings and drives it, and waits for neither while
-there is something to do for the other. A device that computes in the calling thread has the main one, and another
-reads. Questions that take their time have a thread too. Tensors are in the arena, which both map.
+One thread reads the link, answers pings and drives the device. Where that works by itself, the thread waits for
+neither while there is something to do for the other. A device that computes in the calling thread holds it up: then
+another reads (service.inbox). Questions that take their time have a thread too. Tensors are in the arena, which both
+map.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from service.arena import Arena
 from service.awake import Awake
 from service.drivers.base import CannotStart, Driver, Queue
 from service.handle import EXIT_CANNOT_START, EXIT_NEEDS_PERSON
+from service.inbox import Inbox
 from service.link import WorkerLink, receive_descriptor
 from service.memory import Memory
 from service.messages import (
@@ -147,7 +149,6 @@ class Worker:
         self._driver = driver
         self._awake = Awake(awake_seconds)
         self._descriptors = descriptors
-        self._inbox: queue.SimpleQueue[ToDevice | None] = queue.SimpleQueue()
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
 
     def run(self) -> int:
@@ -155,13 +156,29 @@ class Worker:
         threading.Thread(target=self._answer, name="asks", daemon=True).start()
         if isinstance(self._driver, Queue):
             self._drive(self._driver)
+            self._driver.close()
+            self._link.close()
         else:
-            threading.Thread(target=self._read, name="link", daemon=True).start()
-            while (message := self._inbox.get()) is not None:
-                self._take(message)
-        self._driver.close()
-        self._link.close()
+            self._compute()
         return 0
+
+    def _compute(self) -> None:
+        """Message by message, in this thread."""
+
+        def read(messages: list[ToWorker] | None) -> None:
+            if messages is None:
+                _leave()
+            for message in messages:
+                if isinstance(message, Drain):
+                    inbox.put(message)
+                else:
+                    self._handle(message, inbox.put)
+
+        inbox: Inbox[ToDevice | Drain] = Inbox(self._link, read)
+        while not isinstance(message := inbox.next(), Drain):
+            self._take(message)
+        self._driver.close()
+        inbox.close()
 
     def _drive(self, queue: Queue) -> None:
         """Turn by turn: what the front sent, then what the device has done. Waits where there is neither."""
@@ -213,18 +230,6 @@ class Worker:
             self._driver.map(message, descriptor)
         except (OSError, ValueError) as error:
             log.warning("a client's memory of %d bytes can't be mapped: %s", message.nbytes, error)
-
-    def _read(self) -> None:
-        """Read the link and answer pings; what concerns the device goes to the thread that drives it."""
-        while True:
-            messages = self._link.receive()
-            if messages is None:
-                _leave()
-            for message in messages:
-                if isinstance(message, Drain):
-                    self._inbox.put(None)
-                else:
-                    self._handle(message, self._inbox.put)
 
     def _handle(self, message: ToWorker, take: Callable[[ToDevice], None]) -> None:
         match message:

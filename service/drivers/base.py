@@ -21,8 +21,8 @@ class CannotStart(Exception):
 
 
 class Driver(Protocol):
-    """One device. Methods are called from the worker's main thread; `ask` from another, and so are `fetch` and `hung`
-    where the device is no Queue.
+    """One device. Methods are called from the worker's main thread; `ask` from another, and so may `fetch` and `hung`
+    be where the device is no Queue.
     """
 
     device: Device
