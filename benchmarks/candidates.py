@@ -3,7 +3,7 @@
     python -m benchmarks.candidates [--dtype fp16] [--dtype bf16] [--only TEXT] [--machine h200] [--out DIR]
 
 For each shape below its goal, and each that a candidate is meant for: what the selector chooses, the next of the
-family by estimate, the candidates, other orders of tiles and full grids, all raced as in the suite: D checked first,
+family by estimate, the candidates, full grids, all raced as in the suite: D checked first,
 bursts in turn, sustained blocks forth and back (which count). A ratio is the faster of cuBLAS and cuBLASLt over it.
 What gains is then moved from CANDIDATES to FAMILY (kernels/hopper/tilings.py). Both types take about 150 s.
 
@@ -17,7 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import suite
@@ -31,19 +31,18 @@ from kernels.problem import DType, Problem
 from kernels.selector import choose
 
 SHAPES = (  # M, N, K: those below their goal first
-    (128, 8192, 8192),
-    (256, 8192, 8192),
     (4096, 4096, 4096),
-    (2048, 2048, 2048),
-    (64, 8192, 8192),
-    (16, 8192, 8192),
-    (512, 512, 512),
-    (1024, 1024, 1024),
+    (256, 8192, 8192),
+    (128, 8192, 8192),
     (8192, 8192, 8192),
+    (16384, 4096, 4096),
+    (4096, 4096, 14336),
+    (2048, 2048, 2048),
+    (16, 8192, 8192),
+    (1, 8192, 8192),
 )
-RIVALS = 3  # of the family, by estimate
+RIVALS = 1  # of the family, by estimate
 SLOWEST = 1.25  # what is estimated to take so much longer than the choice isn't raced
-GROUPS = (4, 16, -8)  # rows (negative: columns) of tiles in a band, beside the usual 8
 ROUNDS = 6
 SHORT, LONG = 16_384, 65_536  # K of what one cluster multiplies alone
 TENSOR_FLOPS = 4_096  # a cycle and SM
@@ -68,13 +67,13 @@ def entries(problem: Problem, device: Device) -> Iterator[Entry]:
     near = [each for each in able if each.seconds(problem, device) <= SLOWEST * choice.seconds]
     near.sort(key=lambda each: each.seconds(problem, device))
     rivals = [each for each in near if each in family and each != chosen]
-    for each in (*rivals[:RIVALS], *(each for each in near if each not in family)):
+    waiting = [each for each in near if each not in family]
+    for each in (*rivals[:RIVALS], *waiting):
         yield Entry(each.name, each)
     if min(problem.m, problem.n) >= 2048:
-        for group in GROUPS:
-            yield Entry(f"{chosen.name} in bands of {group}", replace(chosen, group=group))
-        if chosen.blocks(problem, device.sms) < device.sms:
-            yield Entry(f"{chosen.name} on every SM", chosen, device.sms)
+        for each in (chosen, *waiting):
+            if each.tiling.cluster <= 2 and each.blocks(problem, device.sms) < device.sms:
+                yield Entry(f"{each.name} on every SM", each, device.sms)
 
 
 def raced(problem: Problem, ours: suite.Ours, clock: suite.Clock) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ def _crowded(code: Code) -> bool:
 
 def _shares(code: Code) -> bool:
     """Whether its name says that blocks of a cluster share operands: step9_128x256_2x1_…"""
-    return re.search(r"_(2x1|1x2|2x2)_", code.function) is not None
+    return re.search(r"_\dx\d_", code.function) is not None
 
 
 def _roles_fit(code: Code) -> bool:

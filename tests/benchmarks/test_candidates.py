@@ -27,12 +27,11 @@ def test_the_choice_comes_first_and_every_candidate_has_a_shape_to_win() -> None
     assert {each.tiling for each in variants.candidates()} <= raced
 
 
-def test_large_products_are_tried_in_other_orders_and_on_every_sm() -> None:
+def test_large_products_are_tried_on_every_sm() -> None:
     found = {entry.name: entry for entry in candidates.entries(problem(4096, 4096, 4096), H200)}
     chosen = next(iter(found))
-    assert found[f"{chosen} in bands of -8"].variant.raster(problem(4096, 4096, 4096), H200) == -8
     assert found[f"{chosen} on every SM"].blocks == 132
-    assert not any("bands" in entry.name for entry in candidates.entries(problem(64, 8192, 8192), H200))
+    assert not any("every SM" in entry.name for entry in candidates.entries(problem(64, 8192, 8192), H200))
 
 
 def row(entry: str, timing: str, seconds: float, ratio: float) -> dict[str, Any]:
