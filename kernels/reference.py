@@ -20,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -173,7 +173,11 @@ def compute(
     its converted form. `out` may be `c`, and must not overlap A or B.
     """
     with quiet():
-        _compute(problem, a, b, typed(out), c, bias, _Library.of(backend, problem, tensor, kept))
+        if a is not None and b is not None and _is_one_call(backend, problem) and _all_dense(a, b, out):
+            _MATMUL[backend](a, b, out)
+            canonical_nan(out)
+        else:
+            _compute(problem, a, b, typed(out), c, bias, _Library.of(backend, problem, tensor, kept))
 
 
 def compute_stacked(
@@ -216,6 +220,31 @@ def compute_stacked(
             start += problem.m
             epilogue(problem, part, _flat(one_c), one_bias)
             narrow(part, _flat(typed(target)))
+
+
+def _is_one_call(backend: Backend, problem: Problem) -> bool:
+    """Whether a product of dense operands is one call of the library: nothing is cast, padded or added."""
+    return _way(backend, problem) == "padded" and _is_bare(
+        problem, PAD_TORCH if backend == "torch" else PAD_NUMPY
+    )
+
+
+@lru_cache(4096)  # the same products come again and again
+def _is_bare(problem: Problem, pad: int) -> bool:
+    """Whether rows and columns are multiples of `pad`, one type serves throughout, and D is the product."""
+    return (
+        problem.dtype is problem.out_dtype is problem.dtype.compute
+        and problem.batch == 1
+        and not (problem.trans_a or problem.trans_b)
+        and problem.flops > 0
+        and problem.m % pad == problem.n % pad == 0
+        and _plain(problem)
+    )
+
+
+def _all_dense(*arrays: Array) -> bool:
+    """Whether each is one matrix, row after row."""
+    return all(x.ndim == 2 and x.flags.c_contiguous for x in arrays)
 
 
 def _flat(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernels import exact, reference
 from kernels.device import Device
-from kernels.elementwise import NUMPY, Array, narrow, quiet
+from kernels.elementwise import NUMPY, Array, canonical_nan, narrow, quiet
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 from kernels.reference import Backend, Converted, compute, compute_stacked
 from kernels.verify import check
@@ -217,6 +218,56 @@ def test_a_row_has_the_bits_that_it_has_alone(
         )
         for i, got in zip(order, out, strict=True):
             assert got.tobytes() == alone[i].tobytes(), (order, i)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.FP64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_a_product_of_full_tiles_have_the_bits_that_they_have_alone(
+    backend: Backend, dtype: DType
+) -> None:
+    random = np.random.default_rng(2)
+    a, b = (random.standard_normal(shape).astype(NUMPY[dtype]) for shape in ((192, 301), (301, 128)))
+    a[7, 3] = np.array([0xFFC12345], np.uint32).view(np.float32)[0]  # a NaN with a sign and a payload
+    whole = np.empty((192, 128), NUMPY[dtype])
+    compute(Problem(192, 128, 301, dtype=dtype, out_dtype=dtype), a, b, whole, backend=backend)
+    assert whole[7].tobytes() == np.full(128, np.nan, NUMPY[dtype]).tobytes()
+    for start, stop in ((0, 5), (7, 8), (100, 163)):
+        part = np.empty((stop - start, 128), NUMPY[dtype])
+        alone = Problem(stop - start, 128, 301, dtype=dtype, out_dtype=dtype)
+        compute(alone, a[start:stop], b, part, backend=backend)
+        assert part.tobytes() == whole[start:stop].tobytes()
+
+
+def test_a_bare_product_of_full_tiles_goes_straight_from_operands_to_d(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[Array, ...]] = []
+    monkeypatch.setitem(reference._MATMUL, "torch", lambda *arrays: calls.append(arrays))
+    monkeypatch.setattr(reference, "_way", lambda *_: "padded")
+    a, b, out = (np.ones((32, 32), np.float32) for _ in range(3))
+    bare = Problem(32, 32, 32, dtype=DType.FP32, out_dtype=DType.FP32)
+    compute(bare, a, b, out, backend="torch")
+    assert all(given is mine for given, mine in zip(calls.pop(), (a, b, out), strict=True))
+    # What has more to it doesn't: another layout, a part of a larger matrix, an epilogue, rows beside full tiles.
+    alpha = replace(bare, epilogue=Epilogue(alpha=2.0))
+    for problem, x in ((bare, a.T), (bare, np.ones((32, 40), np.float32)[:, :32]), (alpha, a)):
+        compute(problem, x, b, out, backend="torch")
+        assert calls.pop()[2] is not out
+    compute(replace(bare, m=30), a[:30], b, out[:30], backend="torch")
+    assert calls.pop()[0].shape == (32, 32)
+
+
+def test_every_nan_gets_the_same_bits_and_nothing_else_changes() -> None:
+    for kind in (np.float32, np.float64):
+        x = np.array([[1.0, -np.inf, 0.0], [-0.0, np.inf, 5e-324]], kind)
+        before = x.tobytes()
+        with quiet():
+            canonical_nan(x)
+            assert x.tobytes() == before
+            canonical_nan(x[:0])
+            x.view(np.uint64 if kind is np.float64 else np.uint32)[1, 1] += 3  # a NaN with a payload
+            canonical_nan(x)
+        assert x.tobytes() == np.array([[1.0, -np.inf, 0.0], [-0.0, np.nan, 5e-324]], kind).tobytes()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
