@@ -58,23 +58,19 @@ class Work:
     trace: str = ""
     release: Callable[[], None] = _nothing
     stack_key: tuple[object, ...] | None = field(init=False)
+    #: Bytes of operands and result that the product touches.
+    nbytes: int = field(init=False)
+    #: Bytes that the work alone holds while it waits: stored tensors are there anyway, for all who use them.
+    held_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.stack_key = _stack_key(self)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of operands and result that the product touches."""
-        return sum(part.nbytes for part in self._parts)
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes that the work alone holds while it waits: stored tensors are there anyway, for all who use them."""
-        return sum(part.nbytes for part in self._parts if part is self.out or not part.tensor)
-
-    @property
-    def _parts(self) -> list[Operand]:
-        return [x for x in (self.a, self.b, self.out, self.c, self.bias) if x is not None]
+        self.nbytes = self.held_nbytes = self.out.nbytes
+        for operand in (self.a, self.b, self.c, self.bias):
+            if operand is not None:
+                self.nbytes += operand.nbytes
+                if not operand.tensor:
+                    self.held_nbytes += operand.nbytes
 
     @property
     def regions(self) -> set[int]:

@@ -167,6 +167,6 @@ class Dispatcher:
         # What is counted is counted while the worker has it.
         for work in works:
             self.metrics.waited(now - work.arrived, work.trace)
-        self.metrics.batch_requests.observe(len(works))
+        self.metrics.batched(len(works))
         if handle.residency is not None:
             self._awake.began()

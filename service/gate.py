@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import logging
 import re
 import socket
 import sys
@@ -174,6 +175,8 @@ class Gate:
             services.tracer.request(
                 f"{method} {route}", trace, seconds, stages, attributes, failed=code >= 500
             )
+        if not _log.tells(logging.DEBUG if probe else logging.INFO):
+            return
         emit = _log.debug if probe else _log.info
         emit(
             "request",

@@ -123,6 +123,10 @@ class Log:
         self._stage = stage
         self._logger = logging.getLogger(f"gemm.{stage}")
 
+    def tells(self, level: int) -> bool:
+        """Whether events of this level are written at all, for whoever would gather fields in vain."""
+        return self._logger.isEnabledFor(level)
+
     def debug(self, event: str, **fields: Any) -> None:
         """Of interest to who develops the service."""
         self._emit(logging.DEBUG, event, fields)

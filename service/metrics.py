@@ -6,9 +6,7 @@ Every label has a bound: `code` is an HTTP status, `reason` and `stage` are enum
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from prometheus_client import (
@@ -16,7 +14,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     GCCollector,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
@@ -25,6 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from service.histogram import Histogram, Series
 from service.logs import sampled_trace
 
 #: Stage words, in the order in which a request meets them; file names, logs and traces use the same.
@@ -70,29 +68,6 @@ _FINE = (
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-#: An exemplar in each bucket is renewed no more often than this: it costs as much as ten observations.
-EXEMPLAR_SECONDS = 1.0
-
-
-class _Traced:
-    """A histogram whose buckets name a trace each, as OpenMetrics' exemplars."""
-
-    def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
-        self._histogram, self._bounds = histogram, bounds
-        self._renewed = [float("-inf")] * (len(bounds) + 1)
-
-    def observe(self, seconds: float, trace: str | None = None) -> None:
-        """`trace`: its id, "" for none; by default that of the request of this context."""
-        trace = sampled_trace() if trace is None else trace
-        if trace:
-            bucket, now = bisect_left(self._bounds, seconds), time.monotonic()
-            if now - self._renewed[bucket] >= EXEMPLAR_SECONDS:
-                self._renewed[bucket] = now
-                self._histogram.observe(seconds, {"trace_id": trace})
-                return
-        self._histogram.observe(seconds)
-
-
 class _Live(Collector):
     """Gauges that are read when scraped: queue, arena, store."""
 
@@ -122,10 +97,11 @@ class Metrics:
             self.rejected.labels(reason)
         for reason in RESTARTS:
             self.restarts.labels(reason)
-        self._stages = {name: _Traced(self.stage.labels(name), _FINE) for name in STAGES}
-        self._queue_wait = _Traced(self.queue_wait, _FINE)
+        self._stages = {name: self.stage.labels(name) for name in STAGES}
+        self._queue_wait = self.queue_wait.labels()
+        self._batch_requests = self.batch_requests.labels()
         self._requests: dict[tuple[str, int], Counter] = {}
-        self._durations: dict[str, _Traced] = {}
+        self._durations: dict[str, Series] = {}
         self._placements: dict[tuple[int, str], Counter] = {}
         self._active: set[tuple[str, str]] = set()
         self._choices: dict[tuple[str, str], Counter] = {}
@@ -134,17 +110,18 @@ class Metrics:
         """What requests and their products do."""
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
+        traced = partial(histogram, trace=sampled_trace)
         self.requests = counter("gemm_requests", "Requests answered.", ["route", "code"])
-        self.duration = histogram(
+        self.duration = traced(
             "gemm_request_duration_seconds",
             "From the first byte of a request to the last of its reply.",
             ["route"],
             buckets=_DURATIONS,
         )
-        self.queue_wait = histogram(
+        self.queue_wait = traced(
             "gemm_queue_wait_seconds", "From acceptance to the hand-over to a worker.", buckets=_FINE
         )
-        self.stage = histogram(
+        self.stage = traced(
             "gemm_stage_seconds", "Time in each stage of a request.", ["stage"], buckets=_FINE
         )
         self.flops = counter("gemm_flops", "Floating-point operations done, 2·M·N·K a product.", ["variant"])
@@ -196,18 +173,22 @@ class Metrics:
         if counter is None:
             counter = self._requests[key] = self.requests.labels(route, str(code))
             if route not in self._durations:
-                self._durations[route] = _Traced(self.duration.labels(route), _DURATIONS)
+                self._durations[route] = self.duration.labels(route)
         counter.inc()
         self._durations[route].observe(seconds)
 
     def took(self, stage: str, seconds: float, trace: str | None = None) -> None:
-        """A stage took `seconds`, for a request of `trace` (see _Traced)."""
+        """A stage took `seconds`, for a request of `trace`; by default that of this context."""
         self._stages[stage].observe(seconds, trace)
 
     def waited(self, seconds: float, trace: str) -> None:
         """A product waited in the queue, which is the stage "batch"."""
         self._queue_wait.observe(seconds, trace)
         self._stages["batch"].observe(seconds, trace)
+
+    def batched(self, requests: int) -> None:
+        """A batch of so many was sent."""
+        self._batch_requests.observe(requests)
 
     def reject(self, code: str) -> None:
         """A request was refused with a code of service.errors."""

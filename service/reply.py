@@ -118,19 +118,22 @@ async def send_tensor(
     """Send a tensor's bytes in a binary form; `name` is the tensor's in safetensors."""
     prefix = tensor_prefix(tensor, form, name=name)
     length = len(prefix) + len(view)
-    headers = [
-        (b"content-type", MEDIA[form][0].encode()),
-        (b"content-length", str(length).encode()),
-        (b"x-gemm-shape", emit_shape(tensor.shape).encode()),
-        (b"x-gemm-dtype", tensor.dtype.encode()),
-        *headers,
-    ]
-    await transfer.start(status, headers)
+    await transfer.start(status, [*_tensor_headers(tensor, form, length), *headers])
     if prefix:
         await transfer.write(prefix, more=bool(len(view)))
         if not len(view):
             return
     await transfer.write_view(view)
+
+
+@lru_cache(1024)  # few different ones come, many times
+def _tensor_headers(tensor: Tensor, form: Form, length: int) -> tuple[tuple[bytes, bytes], ...]:
+    return (
+        (b"content-type", MEDIA[form][0].encode()),
+        (b"content-length", str(length).encode()),
+        (b"x-gemm-shape", emit_shape(tensor.shape).encode()),
+        (b"x-gemm-dtype", tensor.dtype.encode()),
+    )
 
 
 def tensor_prefix(tensor: Tensor, form: Form, *, name: str) -> bytes:
@@ -235,6 +238,7 @@ def elements(bound: Bound, tensor: Tensor) -> np.ndarray[Any, Any]:
     return np.frombuffer(bound.view(), numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
+@lru_cache(1024)  # names of variants and reasons
 def _header(text: str) -> bytes:
     """Text that is safe in a header."""
     return "".join(c if " " <= c <= "~" else "?" for c in text).encode()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from service import histogram as module
 from service import logs
-from service import metrics as module
 from service.metrics import STAGES, Metrics
 
 OPEN = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"  # as Prometheus sends

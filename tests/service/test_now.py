@@ -59,7 +59,7 @@ def test_batch_sizes_stand_apart() -> None:
     metrics, now = Metrics(), Now()
     now.sample(metrics, 0.0)
     for size in (1, 1, 3):
-        metrics.batch_requests.observe(size)
+        metrics.batched(size)
     sizes = rates(now.sample(metrics, 1.0))["batch"]["sizes"]
     assert sizes[:3] == [[1.0, 2.0], [2.0, 0.0], [4.0, 1.0]]
     assert sizes[-1][0] is None
