@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.hopper.epilogue import (
     EVICT_FIRST,
+    TILE_BYTES,
     Terms,
     consumer_barrier,
     is_simple,
@@ -28,7 +29,7 @@ from kernels.hopper.epilogue import (
 )
 from kernels.hopper.marks import Mark, mark, nothing
 from kernels.hopper.pipeline import PipelineState, Tiles, release, wait_empty, wait_full
-from kernels.hopper.tilings import STAGING_BYTES, TILE_BYTES, TILE_K
+from kernels.hopper.tilings import STAGING_BYTES, TILE_K
 
 __all__ = ["consume", "drain_any", "multiply", "reduce"]
 
@@ -174,7 +175,7 @@ def consume(
             _park(t, acc, ring, consumer, thread)
         elif cutlass.const_expr(out is None):
             drain_any(
-                whole, written, staging + consumer * t.staged * TILE_BYTES, p0, q0, layer, consumer, thread, terms
+                whole, written, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms
             )
         elif is_simple(terms):
             buffer = _drain_tma(
@@ -195,7 +196,7 @@ def consume(
             )
         else:
             drain_any(
-                whole, written, staging + consumer * t.staged * TILE_BYTES, p0, q0, layer, consumer, thread, terms
+                whole, written, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms
             )
         mark(clock, terms, work, k_tiles, consumer, Mark.WRITTEN)
         work = work + step
@@ -269,10 +270,7 @@ def _drain_tma(
     buffer: Int32,
     alpha: Float32,
 ) -> Int32:
-    """Accumulator → staged tiles → TMA stores, two in flight; returns which buffer is next.
-
-    Where more are staged they are written together, and nobody waits for a store between them.
-    """
+    """Accumulator → staged tiles → TMA stores, two in flight; returns which buffer is next."""
     parts = 1 if t.pingpong else t.consumers
     width = TILE_BYTES // 64 // (out.width // 8)
     pieces = cute.local_tile(gd, (64, width), (None, None, None))
@@ -280,32 +278,24 @@ def _drain_tma(
         tma_d, 0, cute.make_layout(1), cute.group_modes(sd, 0, 2), cute.group_modes(pieces, 0, 2)
     )
     warp = cute.arch.make_warp_uniform(thread // 32)
-    across = t.q // width
-    count = t.p // 64 // parts * across
-    together = 1 if t.staged == 2 else t.staged
-    for first in cutlass.range_constexpr(0, count, together):
-        slot = consumer * t.staged
-        if cutlass.const_expr(together == 1):
-            slot = slot + buffer
-        if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(1 if together == 1 else 0, read=True)
-        consumer_barrier(consumer)
-        for i in cutlass.range_constexpr(min(together, count - first)):
-            row, column = (first + i) // across, (first + i) % across
-            tile = staging + (slot + i) * TILE_BYTES
+    for row in cutlass.range_constexpr(t.p // 64 // parts):
+        for column in cutlass.range_constexpr(t.q // width):
+            slot = consumer * 2 + buffer
+            tile = staging + slot * TILE_BYTES
+            if warp == 0:
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+            consumer_barrier(consumer)
             if cutlass.const_expr(out.width == 16):
                 put_half(tile, acc, row, column * 8, thread, alpha, out)
             else:
                 put_fp32(tile, acc, row, column * 4, thread, alpha)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        consumer_barrier(consumer)
-        if warp == 0:
-            for i in cutlass.range_constexpr(min(together, count - first)):
-                row, column = (first + i) // across, (first + i) % across
+            cute.arch.fence_proxy("async.shared", space="cta")
+            consumer_barrier(consumer)
+            if warp == 0:
                 where = (None, p0 // 64 + row * parts, q0 // width + column, layer)
-                cute.copy(tma_d, ds[(None, slot + i)], dg[where], cache_policy=Int64(EVICT_FIRST))
-            cute.arch.cp_async_bulk_commit_group()
-        buffer = buffer ^ 1
+                cute.copy(tma_d, ds[(None, slot)], dg[where], cache_policy=Int64(EVICT_FIRST))
+                cute.arch.cp_async_bulk_commit_group()
+            buffer = buffer ^ 1
     return buffer
 
 

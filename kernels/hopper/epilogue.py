@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 EVICT_FIRST = 0x12F0_0000_0000_0000  # L2 policy: D is not read again here, A and B are
+TILE_BYTES = 8_192  # of a tile that TMA stores
 
 
 @dataclass(frozen=True)

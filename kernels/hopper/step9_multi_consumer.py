@@ -34,11 +34,11 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.hopper.consumer import consume, reduce
-from kernels.hopper.epilogue import Terms
+from kernels.hopper.epilogue import TILE_BYTES, Terms
 from kernels.hopper.marks import SILENT
 from kernels.hopper.pipeline import Tiles, init_inbox, init_ring
 from kernels.hopper.producer import load_atom, major_of, produce, staged_layout
-from kernels.hopper.tilings import FAMILY, TILE_BYTES, TILE_K, Member, Tiling
+from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Member, Tiling
 from kernels.problem import DType
 from kernels.targets import Function
 
@@ -122,7 +122,7 @@ class Gemm:
                 ),
             )
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out)
-            d_smem = cute.tile_to_shape(atom, (64, width, t.staged * t.consumers), order=(0, 1, 2))
+            d_smem = cute.tile_to_shape(atom, (64, width, 2 * t.consumers), order=(0, 1, 2))
             tma_d, gd = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(), d_tensor, cute.select(d_smem, mode=[0, 1]), (64, width)
             )
@@ -223,9 +223,10 @@ class Gemm:
         if cutlass.const_expr(self.out is not None):
             sd = smem.allocate_tensor(self.out, d_smem.outer, 1024, d_smem.inner)
             staging = sd.iterator.toint().to(Int32)
-            more = t.staging_bytes - t.consumers * t.staged * TILE_BYTES
-            if cutlass.const_expr(more > 0):  # halves of tiles come in here
-                smem.allocate(more, 16)
+            if cutlass.const_expr(
+                t.staging_bytes > t.consumers * STAGING_BYTES
+            ):  # halves of tiles come in here
+                smem.allocate(t.staging_bytes - t.consumers * STAGING_BYTES, 16)
         elif cutlass.const_expr(not t.parks):
             staging = smem.allocate(t.staging_bytes, 1024).toint().to(Int32)
 

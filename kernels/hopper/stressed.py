@@ -25,7 +25,7 @@ from kernels.problem import DType
 from kernels.targets import Function
 
 PLACES = (Mark.LOAD_WAITS, Mark.LOAD_MAY, Mark.MMA_WAITS, Mark.MMA_DONE, Mark.LAST_DONE, Mark.WRITTEN)
-TILINGS = ("128x256-2x1", "128x128-2x1-pingpong", "128x128-split2", "64x64-split4", "64x16-swap")
+TILINGS = ("128x256-2x1", "128x128-2x1-pingpong", "128x128-split2", "64x64-split4", "64x16-halfsm-swap")
 
 
 @dsl_user_op

@@ -92,7 +92,7 @@ class Step9:
         clusters = self._clusters(problem)
         waves = _ceil(clusters, max(1, _resident(device, t.cluster) // t.cluster))
         steps = _ceil(_ceil(problem.k, TILE_K), t.split)
-        step = _step_seconds(t, problem, device)
+        step = _step_seconds(t, problem, device, clusters * t.cluster)
         tail = t.p * t.q * problem.out_dtype.itemsize / DRAIN_RATE
         if self._store(problem) == PLAIN:
             tail *= PLAIN_COST
@@ -129,20 +129,22 @@ class Step9:
 
 
 # Fitted to one H200; what they stand for is said in `Step9.seconds`. Rates are a second, or a second and SM.
-EFFICIENCY = 0.85  # of the tensor cores' peak
-SENT_RATE = 89e9
-ARRIVING_RATE = 103e9
-DRAIN_RATE = 70e9
-PLAIN_COST = 3.4
-READ_SHARE = 0.85
-CAPPED_FLOPS = 1.0e15  # at 700 W, if nothing else cost energy
-CAPPED_BYTES = 4.7e13
-LAUNCH_SECONDS = 1.1e-6
-CLUSTER_SECONDS = 0.9e-6
-REDUCE_SECONDS = 6e-6
-EXCHANGE_SECONDS = 2e-6
+EFFICIENCY = 0.86  # of the tensor cores' peak
+SENT_RATE = 90e9
+ARRIVING_RATE = 111e9
+ALONE_RATE = 115e9  # of either, where no other SM asks
+STEP_SECONDS = 150e-9  # whatever its size
+DRAIN_RATE = 71e9
+PLAIN_COST = 2.8
+READ_SHARE = 0.93
+CAPPED_FLOPS = 9.9e14  # at 700 W, if nothing else cost energy
+CAPPED_BYTES = 5.0e13
+LAUNCH_SECONDS = 1.14e-6
+CLUSTER_SECONDS = 0.81e-6
+REDUCE_SECONDS = 5.1e-6
+EXCHANGE_SECONDS = 4.9e-6
 TABLE_SECONDS = 4e-6  # of a group: its table's copy to the device, tensor maps fetched from memory
-SOFT = 3.3  # of the times the longest counts, a little more where they are equal
+SOFT = 2.9  # of the times the longest counts, a little more where they are equal
 
 
 def _ceil(a: int, b: int) -> int:
@@ -173,11 +175,13 @@ def _step_costs(t: Tiling) -> tuple[int, int]:
     return 2 * t.p * t.q * TILE_K, int((t.p / t.cluster_q + t.q / t.cluster_p) * TILE_K * 2)
 
 
-def _step_seconds(t: Tiling, problem: Problem, device: Device) -> float:
-    """Time of a block's step along K, the power cap aside."""
+def _step_seconds(t: Tiling, problem: Problem, device: Device, blocks: int) -> float:
+    """Time of a block's step along K where so many blocks are to do, the power cap aside."""
     flops, sent = _step_costs(t)
     per_sm = device.peak_flops.get(problem.dtype.value, 1e15) / max(1, device.sms)
-    return max(flops / (per_sm * EFFICIENCY), sent / SENT_RATE, t.stage_bytes / ARRIVING_RATE)
+    idle = max(1.0, device.sms / blocks)  # what these SMs don't take is left to the others
+    sending, arriving = (min(rate * idle, ALONE_RATE) for rate in (SENT_RATE, ARRIVING_RATE))
+    return max(STEP_SECONDS, flops / (per_sm * EFFICIENCY), sent / sending, t.stage_bytes / arriving)
 
 
 def _step_energy(t: Tiling, device: Device) -> float:
@@ -245,7 +249,7 @@ class Grouped:
         for each in problems:
             tiles, steps = each.batch * _ceil(each.m, t.p) * _ceil(each.n, t.q), _ceil(each.k, TILE_K)
             tail = PLAIN_COST * t.p * t.q * each.out_dtype.itemsize / DRAIN_RATE
-            one = steps * _step_seconds(t, each, device) + tail
+            one = steps * _step_seconds(t, each, device, device.sms) + tail
             total += one * tiles
             longest = max(longest, one)
             power += tiles * steps * _step_energy(t, device)

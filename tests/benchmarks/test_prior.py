@@ -11,7 +11,7 @@ import pytest
 from benchmarks import prior
 from benchmarks.prior import Advice, nearest
 
-NAMES = ["step9-128x256-2x1", "step9-128x128", "step9-64x16-swap", "step9-64x64-split4", "reference-cublas"]
+NAMES = ["step9-128x256-2x1", "step9-128x128", "step9-64x16-halfsm-swap", "step9-64x64-split4", "reference-cublas"]
 
 
 def told(m: int, n: int, cluster: int = 1, split: int = 1) -> Advice:
@@ -24,7 +24,7 @@ def told(m: int, n: int, cluster: int = 1, split: int = 1) -> Advice:
         (told(128, 256, 2), "step9-128x256-2x1"),
         (told(256, 128, 2), "step9-128x256-2x1"),
         (told(128, 128), "step9-128x128"),
-        (told(16, 64), "step9-64x16-swap"),
+        (told(16, 64), "step9-64x16-halfsm-swap"),
         (told(64, 64, 1, 4), "step9-64x64-split4"),
     ],
 )

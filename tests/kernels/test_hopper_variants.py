@@ -112,7 +112,7 @@ def test_estimates_are_sane() -> None:
         assert variant.seconds(replace(large, k=16384), H200) > 1.3 * seconds
     assert choose(large, H200, variants=FAMILY).variant == "step9-128x256-2x1"
     narrow = choose(Problem(1, 8192, 8192, batch_invariant=False), H200, variants=FAMILY)
-    assert narrow.variant == "step9-64x16-swap"
+    assert narrow.variant == "step9-64x16-halfsm-swap"
     assert narrow.seconds > (8192 * 8192 * 2) / 4.8e12
 
 
@@ -138,8 +138,8 @@ def test_the_selector_does_not_choose_what_no_gpu_has_timed() -> None:
 
 
 def test_two_blocks_of_half_an_sm_fill_it_before_a_second_wave_begins() -> None:
-    small = next(each for each in candidates() if each.name == "step9-64x64-halfsm")
-    assert small.blocks(Problem(1024, 1024, 1024), 264) == 256
+    small = next(each for each in FAMILY if each.name == "step9-64x16-halfsm-swap")
+    assert small.blocks(Problem(16, 16384, 1024), 264) == 256
 
 
 @pytest.mark.parametrize(
