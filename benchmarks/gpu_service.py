@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -22,7 +21,7 @@ import numpy as np
 
 from benchmarks import parts, record
 from benchmarks.clients import Clients, Seen
-from benchmarks.cycles import CycleCounter, gpm_metrics
+from benchmarks.cycles import CycleCounter
 from benchmarks.load import on_gpus
 from benchmarks.parts import Row
 from benchmarks.transfers import Peer
@@ -251,9 +250,7 @@ def probe(seconds: float) -> Iterator[Row]:
             load.run(share, SETTLE)
             counter = CycleCounter()
             began = time.perf_counter()
-            with ThreadPoolExecutor(1) as pool:
-                metrics_meanwhile = pool.submit(gpm_metrics, str(properties.uuid))
-                flops = load.run(share, seconds, meanwhile=counter.look)
+            flops = load.run(share, seconds, meanwhile=counter.look)
             ended = time.perf_counter()
             stop.set()
             scraper.join()
@@ -283,7 +280,6 @@ def probe(seconds: float) -> Iterator[Row]:
                 "implied_over_achieved": {key: value / achieved for key, value in implied.items()}
                 if flops
                 else None,
-                "gpm": metrics_meanwhile.result(),
             }
         second.stop()
 

@@ -11,7 +11,13 @@ import pytest
 from benchmarks import prior
 from benchmarks.prior import Advice, nearest
 
-NAMES = ["step9-128x256-2x1", "step9-128x128", "step9-64x16-halfsm-swap", "step9-64x64-split4", "reference-cublas"]
+NAMES = [
+    "step9-128x256-2x1",
+    "step9-128x128",
+    "step9-64x16-halfsm-swap",
+    "step9-64x64-split4",
+    "reference-cublas",
+]
 
 
 def told(m: int, n: int, cluster: int = 1, split: int = 1) -> Advice:
