@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, Protocol
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -220,11 +220,7 @@ class Operands:
 
     def bound_total(self, nbytes: int) -> None:
         """Bound a body whose length only its shapes tell."""
-        if nbytes > self.limits.max_body_bytes:
-            limit = self.limits.max_body_bytes
-            raise ServiceError(
-                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
-            )
+        _bound_total(nbytes, self.limits.max_body_bytes)
 
     def place(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
         """Take memory for the operands, one slot, and for D, another."""
@@ -308,17 +304,11 @@ class _Decoder(Operands):
         fields = query_fields(query)
         self.transfer.bound(self.limits.max_body_bytes)
         tensors = await self.pin_references(fields)
-        here = raw_tensors(fields, tensors, self.transfer.content_length)
-        total = sum(tensor.nbytes for tensor in here.values())
-        self.bound_total(total)
-        length = self.transfer.content_length
-        if length is not None and length != total:
-            parts = ", ".join(f"{name} {tensor.nbytes}" for name, tensor in here.items())
-            told = f"the body has {length} bytes, the shapes in the query take {total} ({parts})"
-            if length > total and "bias" not in here and (bias := _bias_of(fields, tensors | here)):
-                told += f"; a bias of {bias.shape[0]} × {bias.dtype} would take {bias.nbytes} more"
-            raise ServiceError("malformed", told, field="body")
-        made = plan(fields, tensors | here, self.limits)
+        length, limits = self.transfer.content_length, _RawLimits.of(self.limits)
+        if tensors:
+            here, made = _raw_plan(fields, tensors, length, limits)
+        else:
+            here, made = _raw_plan_of_query(query, length, limits)
         await self._receive(here, made)
         return self.request(fields, made, "raw", handle_in(fields.out))
 
@@ -408,6 +398,49 @@ class _Decoder(Operands):
                 start, _ = runs.pop()
             runs.append((start, end))
         return [self.services.slots.arena.view(start, end - start) for start, end in runs]
+
+
+class _RawLimits(NamedTuple):
+    """Bounds of a raw body and its product, fit to be a key."""
+
+    max_body_bytes: int
+    max_output_bytes: int
+    max_flops: float
+
+    @classmethod
+    def of(cls, limits: BodyLimits) -> _RawLimits:
+        return cls(limits.max_body_bytes, limits.max_output_bytes, limits.max_flops)
+
+
+@lru_cache(512)  # clients send few different queries, many times
+def _raw_plan_of_query(
+    query: bytes, length: int | None, limits: _RawLimits
+) -> tuple[Mapping[str, Tensor], Plan]:
+    """Where the body has all operands."""
+    return _raw_plan(query_fields(query), {}, length, limits)
+
+
+def _raw_plan(
+    fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | None, limits: _RawLimits
+) -> tuple[Mapping[str, Tensor], Plan]:
+    """The tensors in a body of `length`, and their product with those that are pinned."""
+    here = raw_tensors(fields, pinned, length)
+    total = sum(tensor.nbytes for tensor in here.values())
+    _bound_total(total, limits.max_body_bytes)
+    if length is not None and length != total:
+        parts = ", ".join(f"{name} {tensor.nbytes}" for name, tensor in here.items())
+        told = f"the body has {length} bytes, the shapes in the query take {total} ({parts})"
+        if length > total and "bias" not in here and (bias := _bias_of(fields, {**pinned, **here})):
+            told += f"; a bias of {bias.shape[0]} × {bias.dtype} would take {bias.nbytes} more"
+        raise ServiceError("malformed", told, field="body")
+    return here, plan(fields, {**pinned, **here}, limits)
+
+
+def _bound_total(nbytes: int, limit: int) -> None:
+    if nbytes > limit:
+        raise ServiceError(
+            "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
+        )
 
 
 def handle_in(reference: str | None) -> str | None:

@@ -466,6 +466,20 @@ async def test_results_and_flops_are_bounded(client: httpx.AsyncClient, services
     problem(await client.post("/gemm", content=safe(**long), headers=SAFE), 422, "a", limit=1e4)
 
 
+async def test_a_query_that_was_taken_before_is_held_to_limits_and_length_again(
+    client: httpx.AsyncClient, services: Services
+) -> None:
+    url, body = "/gemm?a_shape=8x16&b_shape=16x8&dtype=fp32", bytes(2 * 8 * 16 * 4)
+    for _ in range(2):
+        assert (await client.post(url, content=body, headers=RAW)).status_code == 200
+    problem(await client.post(url, content=body + bytes(4), headers=RAW), 400, "body")
+    services.settings.max_flops = 2.0 * 8 * 16 * 8 - 1
+    problem(await client.post(url, content=body, headers=RAW), 422, "a", limit=2047)
+    services.settings.max_flops = 1e9
+    services.settings.max_output_bytes = 255
+    problem(await client.post(url, content=body, headers=RAW), 422, "out", limit=255)
+
+
 async def test_a_full_arena_is_507_and_asks_the_store_first() -> None:
     services = Services(arena_bytes=1 << 17)
     filler = services.slots.allocate(1 << 16)
