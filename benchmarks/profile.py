@@ -3,7 +3,7 @@
 For each such shape ours and the better reference run for a while on their own: NVML tells power, clock and why it
 is held down. Then `ncu`, where it is installed and permitted, counts one launch of each in a process of its own:
 
-    ncu … python -m benchmarks.profile VARIANT DTYPE LAYOUT BATCH M N K     (the child; launches, measures nothing)
+    ncu … python -m benchmarks.profile VARIANT LIBRARY DTYPE LAYOUT BATCH M N K     (the child; launches, measures nothing)
 
 `bound` is a sentence made from these figures: which limit a kernel comes nearest to.
 """
@@ -103,7 +103,7 @@ def _profiled(row: dict[str, Any], ours: suite.Ours, bandwidth: float) -> dict[s
         "read_floor_seconds": floor,
         "seconds": row["seconds"]["median"],
         "nvml": read,
-        "ncu": counted(row["variant"], p),
+        "ncu": counted(row["variant"], row["reference"], p),
     }
     return found | {"bound": bound(found)}
 
@@ -151,12 +151,12 @@ def _samples(end: Any) -> Any:
         time.sleep(SAMPLE_SECONDS)
 
 
-def counted(variant: str, problem: dict[str, Any]) -> dict[str, Any]:
+def counted(variant: str, library: str, problem: dict[str, Any]) -> dict[str, Any]:
     """What ncu counted in one launch of ours and of the reference, or why it couldn't."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return {"missing": "ncu is not installed"}
-    child = [variant, *(str(problem[key]) for key in ("dtype", "layout", "batch", "m", "n", "k"))]
+    child = [variant, library, *(str(problem[key]) for key in ("dtype", "layout", "batch", "m", "n", "k"))]
     command = [
         ncu, "--clock-control", "none", "--csv", "--page", "details",
         *(part for section in SECTIONS for part in ("--section", section)),
@@ -230,14 +230,14 @@ def main(argv: Sequence[str]) -> int:
 
     from kernels.device import describe_cuda
 
-    name, dtype, layout, *sizes = argv
+    name, library, dtype, layout, *sizes = argv
     batch, m, n, k = map(int, sizes)
     problem = suite.problem_of((batch, m, n, k), DType(dtype), layout)
     variant = next(each for each in variants() if each.name == name)
     device = describe_cuda()
     operands = suite.operand_sets(problem, device.l2_bytes)[0]
     launch = suite.Ours(device).launcher(variant, problem)
-    for each in (launch, suite.reference(batch, "cuBLAS")):
+    for each in (launch, suite.reference(batch, library)):
         for _ in range(3):
             each(operands)
     torch.cuda.synchronize()
