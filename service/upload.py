@@ -7,6 +7,7 @@ order must be changed. What can be refused is refused before memory is taken.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +23,9 @@ from service.query import RAW, SAFETENSORS, media_of
 from service.reply import MEDIA
 from service.services import Services
 from service.transfer import Transfer
+
+#: Refuses a tensor, before its bytes are read.
+Admit = Callable[[Tensor], Awaitable[None]]
 
 _NPY_START = 12  # bytes that tell the length of a .npy header
 #: Longest name of a tensor within a safetensors body.
@@ -51,11 +55,14 @@ class PutQuery(BaseModel):
 class Upload:
     """One body on its way into a slot."""
 
-    def __init__(self, transfer: Transfer, services: Services, owner: str, query: PutQuery) -> None:
+    def __init__(
+        self, transfer: Transfer, services: Services, owner: str, query: PutQuery, admit: Admit
+    ) -> None:
         self.transfer = transfer
         self.services = services
         self.owner = owner
         self.query = query
+        self._admit = admit
 
     async def receive(self) -> tuple[Slot, Tensor]:
         """The tensor in a slot of the caller's, the whole body read."""
@@ -138,6 +145,7 @@ class Upload:
         checked(tensor.dtype, tensor.shape, field="body")
         self._bound(tensor.nbytes)
         self.services.store.contents.check_room(tensor.nbytes)
+        await self._admit(tensor)
         slot = allocate(self.services, tensor.nbytes, owner=self.owner, state="request")
         try:
             await self._skip(before)

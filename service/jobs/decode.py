@@ -108,7 +108,8 @@ async def decode(
         for position, body in enumerate(bodies):
             with _at(position):
                 await decoder.step(body)
-        store.contents.check_share(owner.name, decoder.draft.nbytes, owner.share)
+        if owner.share is not None:
+            (await store.stock(owner.name)).admit(decoder.draft.nbytes, owner.share)
         await decoder.save()
     except BaseException:
         decoder.draft.release()

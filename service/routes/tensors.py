@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from service import conditional, download
 from service.errors import ServiceError
+from service.formats import Tensor
 from service.keys import Principal
 from service.model import NAME, DTypeName, validate_query
 from service.query import RAW, SAFETENSORS, no_query, parse_query
@@ -91,9 +92,12 @@ async def _put(scope: Scope, receive: Receive, send: Send) -> None:
     conditions = conditions_in(transfer)
     await services.store.check(owner, name, conditions)
     services.store.contents.check_room(transfer.content_length or 0)
-    services.store.contents.check_share(owner, transfer.content_length or 0, share)
     existed = await services.store.exists(owner, name)
-    slot, tensor = await Upload(transfer, services, owner, query).receive()
+
+    async def admit(tensor: Tensor) -> None:
+        await services.store.check_share(owner, name, tensor.nbytes, tensor.dtype, tensor.shape, share)
+
+    slot, tensor = await Upload(transfer, services, owner, query, admit).receive()
     try:
         entry = await services.store.put(
             owner,

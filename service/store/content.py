@@ -25,12 +25,13 @@ def tensor_of(owner: str, name: str, etag: str) -> str:
 
 class Content:
     """A tensor that never changes. `needs` counts names, keepers and holds; at zero it goes, file and memory.
+    `keepers` are those of them that are jobs.
 
     `loading` and `writing` are what is being done about it, once for all who wait. `filed`: there may be a file.
     `data_start` is where the data begins in it, `disk_bytes` its size.
     """
 
-    __slots__ = ("data_start", "disk_bytes", "filed", "loading", "lost", "needs", "row", "writing")
+    __slots__ = ("data_start", "disk_bytes", "filed", "keepers", "loading", "lost", "needs", "row", "writing")
 
     def __init__(self, row: ContentRow) -> None:
         self.row = row
@@ -38,6 +39,7 @@ class Content:
         self.data_start = len(files.header(row.dtype, row.shape))
         self.disk_bytes = self.data_start + row.nbytes
         self.needs = 0
+        self.keepers = 0
         self.lost = False
         self.loading: asyncio.Task[None] | None = None
         self.writing: asyncio.Task[None] | None = None

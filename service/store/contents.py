@@ -73,6 +73,8 @@ class Contents:
         self.disk_budget = disk_budget
         self.disk_bytes = 0
         self.bytes_by_owner: dict[str, int] = {}
+        #: Contents on their way to a name, by owner and name.
+        self.arrivals: dict[str, dict[str, list[Content]]] = {}
         self.closing = False
         self._writers = asyncio.Semaphore(WRITERS)
         self._forget = forget
@@ -146,17 +148,20 @@ class Contents:
             detail = "the store's share of the disk is used up"
             raise ServiceError("no_room", detail, field="body", limit=budget)
 
-    def check_share(self, owner: str, nbytes: int, share: int | None) -> None:
-        """Refuse what is beyond an owner's share of the disk, if it has one: quota, or too_large for good."""
-        if share is None:
-            return
-        if nbytes > share:
-            detail = f"{nbytes} bytes are above what this key's owner may keep"
-            raise ServiceError("too_large", detail, field="body", limit=share)
-        used = self.bytes_by_owner.get(owner, 0)
-        if used + nbytes > share:
-            detail = f"this key's owner keeps {used} bytes of tensors and results"
-            raise ServiceError("quota", detail, field="body", limit=share)
+    def arrive(self, content: Content) -> None:
+        """The content is on its way to the name that it is made under."""
+        row = content.row
+        self.arrivals.setdefault(row.owner, {}).setdefault(row.name, []).append(content)
+
+    def arrived(self, content: Content) -> None:
+        """The name means it, or won't."""
+        row = content.row
+        names = self.arrivals[row.owner]
+        names[row.name].remove(content)
+        if not names[row.name]:
+            del names[row.name]
+            if not names:
+                del self.arrivals[row.owner]
 
     def _charge(self, content: Content, nbytes: int) -> None:
         self.disk_bytes += nbytes

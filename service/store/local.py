@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -31,6 +31,7 @@ from service.store.files import FolderFiles
 from service.store.index import NameRow
 from service.store.names import Named, Names
 from service.store.notes import Notes
+from service.store.share import Stock
 from service.store.store import Binding, Entry, StoreSettings, TensorStore, entry_of
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class LocalStore(TensorStore):
             content.needs += 1
             self._names.set(Named(row.owner, row.name, content, row.created, row.expires))
         for _, id_ in keeps:
-            self.contents.get(id_).needs += 1
+            _keep(self.contents.get(id_))
         if self.folder.writable:
             self.sweep_often()
 
@@ -164,6 +165,37 @@ class LocalStore(TensorStore):
         """Keep a content readable by its id, which its keeper knows. ServiceError lost."""
         return self.contents.hold(self.contents.get(content))
 
+    # Shares
+
+    async def stock(self, owner: str, name: str = "") -> Stock:
+        """What the owner keeps, with the versions of a name."""
+        return self._stock(owner, name)
+
+    def size(self, nbytes: int, dtype: str, shape: tuple[int, ...]) -> int:
+        """Bytes of its file."""
+        return len(files.header(dtype, shape)) + nbytes
+
+    def _stock(self, owner: str, name: str = "") -> Stock:
+        arrivals = self.contents.arrivals.get(owner, {})
+        untold = (one for whose, one in self._untold if whose == owner)
+        versions = {
+            one: {
+                content.row.id: content.disk_bytes
+                for content in (*self._meant(owner, one), *arrivals.get(one, ()))
+                if not content.lost and not content.keepers
+            }
+            for one in {name, *arrivals, *untold}
+        }
+        return Stock(self.contents.bytes_by_owner.get(owner, 0), versions)
+
+    def _meant(self, owner: str, name: str) -> Iterator[Content]:
+        """What the name means, expired or not; and what it still means for the index."""
+        named, untold = self._names.get(owner, name), self._untold.get((owner, name))
+        if named is not None:
+            yield named.content
+        if untold is not None and untold.before is not None:
+            yield untold.before
+
     # Changes
 
     async def put_soon(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
@@ -177,6 +209,7 @@ class LocalStore(TensorStore):
         row = binding.hold.content.row
         async with self.binding(row.owner, [binding]) as (name,):
             await self.check(row.owner, binding.name, conditions)
+            self._check_share(binding)
 
             def commit(db: Session) -> None:
                 index.add(db, row)
@@ -185,6 +218,11 @@ class LocalStore(TensorStore):
             await self.database.write(commit)
         return entry_of(Named(name.owner, name.name, binding.hold.content, name.created, name.expires))
 
+    def _check_share(self, binding: Binding) -> None:
+        """ServiceError quota where what the name means won't go after all: a job has come to keep it."""
+        if binding.bound is not None:
+            self._stock(binding.hold.content.row.owner, binding.name).check(binding.bound)
+
     async def _bind_soon(self, binding: Binding, conditions: Conditions) -> Entry:
         """Let the name mean the held content now. A note tells so until the index does (see `_tell`)."""
         content = binding.hold.content
@@ -192,6 +230,7 @@ class LocalStore(TensorStore):
         key = row.owner, binding.name
         async with self._lock(*key):
             await self.check(row.owner, binding.name, conditions)
+            self._check_share(binding)
             now = self.clock()
             expires = None if binding.ttl is None else now + binding.ttl
             name = NameRow(row.owner, binding.name, row.id, now, expires)
@@ -273,9 +312,17 @@ class LocalStore(TensorStore):
     def kept(self, holds: Iterable[Hold]) -> None:
         """These contents have a keeper's row now."""
         for hold in holds:
-            hold.content.needs += 1
+            _keep(hold.content)
 
     def unkept(self, contents: Iterable[str]) -> None:
         """A keeper's rows for these contents are gone."""
         for id_ in contents:
-            self.contents.drop(self.contents.get(id_))
+            content = self.contents.get(id_)
+            content.keepers -= 1
+            self.contents.drop(content)
+
+
+def _keep(content: Content) -> None:
+    """A job needs it."""
+    content.needs += 1
+    content.keepers += 1

@@ -45,10 +45,10 @@ class Names(Generic[C]):
         self._order: dict[str, list[str]] = {}
         self._expiring: list[tuple[float, str, str]] = []
 
-    def get(self, owner: str, name: str, now: float) -> Named[C] | None:
-        """What the name means, unless it expired."""
+    def get(self, owner: str, name: str, now: float | None = None) -> Named[C] | None:
+        """What the name means, unless it expired by `now`."""
         named = self._named.get((owner, name))
-        return named if named is not None and named.live(now) else None
+        return named if named is not None and (now is None or named.live(now)) else None
 
     def set(self, named: Named[C]) -> C | None:
         """Let it mean this; returns what it meant before."""

@@ -28,6 +28,7 @@ from service.store.effects import Effects
 from service.store.files import Files
 from service.store.index import CONTENT, ContentRow, NameRow, content_of
 from service.store.names import Named
+from service.store.share import Stock
 from service.store.shared_contents import SharedContents, note_orphans, written_state
 from service.store.store import Binding, Entry, TensorStore, entry_of
 
@@ -214,6 +215,28 @@ class SharedStore(TensorStore):
         name, content, lost = row
         return Named(name.owner, name.name, self.contents.of(content, lost=lost), name.created, name.expires)
 
+    # Shares
+
+    async def stock(self, owner: str, name: str = "") -> Stock:
+        """What the owner keeps, as the database knows, and what this front is about to tell it.
+
+        What other fronts are about to tell isn't counted.
+        """
+        names = [name, *self.contents.arrivals.get(owner, ())]
+        with self.contents.noting(owner) as fresh:
+            before = list(fresh)
+            used, meant = await self.transactions.read(lambda db: _stock(db, owner, names, before))
+        versions: dict[str, dict[str, int]] = {name: {}}
+        for one, id_, nbytes in meant:
+            versions.setdefault(one, {})[id_] = nbytes
+        for one, contents in self.contents.arrivals.get(owner, {}).items():
+            versions.setdefault(one, {}).update({content.row.id: content.row.nbytes for content in contents})
+        return Stock(used + sum(fresh.values()), versions)
+
+    def size(self, nbytes: int, dtype: str, shape: tuple[int, ...]) -> int:
+        """Its bytes: the database knows no more."""
+        return nbytes
+
     # Changes
 
     async def bind(self, binding: Binding, conditions: Conditions, *, soft: bool = False) -> Entry:
@@ -232,6 +255,8 @@ class SharedStore(TensorStore):
                 if soft:
                     db.execute("INSERT INTO unwritten VALUES (?, ?)", (row.id, self.fronts.id))
                 index.bind(db, name)
+                if binding.bound is not None and found is not None and _kept(db, found[1].id):
+                    Stock(_stock(db, row.owner, [], [])[0]).check(binding.bound)
                 return earlier is None or written_state(db, earlier.row.id, self.fronts.lease) == "lost"
 
             replaced = await self.transactions.write(commit, soft=soft)
@@ -294,6 +319,28 @@ def _names(
 ) -> list[tuple[NameRow, ContentRow, bool]]:
     query = f'{_NAMED} AND n.name COLLATE "C" > ? ORDER BY n.name COLLATE "C" LIMIT ?'
     return [_row(row) for row in db.execute(query, (lease, owner, now, after, limit))]
+
+
+def _stock(
+    db: Session, owner: str, names: list[str], without: list[str]
+) -> tuple[int, list[tuple[str, str, int]]]:
+    """An owner's bytes without some contents; and name, content, bytes of what names mean that no job keeps.
+
+    One statement, and so of one moment.
+    """
+    rows = db.execute(
+        "SELECT kept.nbytes, n.name, n.content, c.nbytes FROM "
+        "(SELECT coalesce(sum(nbytes), 0) AS nbytes FROM contents WHERE owner = ? AND NOT id = ANY(?)) AS kept "
+        "LEFT JOIN (names n JOIN contents c ON c.id = n.content) ON n.owner = ? AND n.name = ANY(?) "
+        "AND NOT EXISTS (SELECT 1 FROM keeps WHERE content = n.content)",
+        (owner, without, owner, names),
+    ).fetchall()
+    return int(rows[0][0]), [(row[1], row[2], int(row[3])) for row in rows if row[1] is not None]
+
+
+def _kept(db: Session, content: str) -> bool:
+    """Whether a job keeps it."""
+    return db.execute("SELECT 1 FROM keeps WHERE content = ?", (content,)).fetchone() is not None
 
 
 def _bytes_by_owner(db: Session) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,8 @@ class SharedContents(Contents):
         self.lease = lease
         self._fresh: set[str] = set()
         self._lost: set[str] = set()
+        #: Owners whose new contents are noted, and bytes of those by id.
+        self._noted: dict[object, tuple[str, dict[str, int]]] = {}
 
     def reserve(
         self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], *, id_: str = ""
@@ -40,11 +43,26 @@ class SharedContents(Contents):
         """As ever; the database doesn't know it yet."""
         hold = super().reserve(owner, name, nbytes, dtype, shape, id_=id_)
         self._fresh.add(hold.content.row.id)
+        for whose, noted in self._noted.values():
+            if whose == owner:
+                noted[hold.content.row.id] = nbytes
         return hold
 
     def known(self, content: Content) -> None:
         """The database knows it."""
         self._fresh.discard(content.row.id)
+
+    @contextlib.contextmanager
+    def noting(self, owner: str) -> Iterator[dict[str, int]]:
+        """Bytes by id of the owner's contents that the database doesn't know yet, and of those made in the block."""
+        found = (self._contents[id_] for id_ in self._fresh)
+        noted = {content.row.id: content.row.nbytes for content in found if content.row.owner == owner}
+        key = object()
+        self._noted[key] = owner, noted
+        try:
+            yield noted
+        finally:
+            del self._noted[key]
 
     def of(self, row: ContentRow, *, lost: bool = False) -> Content:
         """The content of a row of the database."""

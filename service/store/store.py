@@ -28,6 +28,7 @@ from service.store.contents import Contents
 from service.store.effects import Effects
 from service.store.index import NameRow
 from service.store.names import Named, valid
+from service.store.share import Stock
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Binding:
     name: str
     hold: Hold
     ttl: float | None
+    #: Bytes that may stay of the owner's once the name means it; None for any.
+    bound: int | None = None
 
 
 class TensorStore(ABC):
@@ -215,12 +218,33 @@ class TensorStore(ABC):
             raise ServiceError("invalid", f"{name!r} can't be a tensor's name", field="name")
         with audit.refusals("store", owner, name, nbytes):
             await self.check(owner, name, conditions)
-            self.contents.check_share(owner, nbytes, share)
+            bound = await self.check_share(owner, name, nbytes, dtype, shape, share)
             hold = self.contents.reserve(owner, name, nbytes, dtype, shape, id_=id_)
-            binding, origin = Binding(name, hold, ttl), Source(source, start, nbytes)
+            self.contents.arrive(hold.content)
+            binding, origin = Binding(name, hold, ttl, bound), Source(source, start, nbytes)
             if not durable:
                 return await self.put_soon(binding, origin, conditions)
             return await self.effects.to_the_end(self._put_durable(binding, origin, conditions))
+
+    async def check_share(
+        self, owner: str, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], share: int | None
+    ) -> int | None:
+        """Refuse what is beyond the owner's share of the disk, if it has one (see service.store.share).
+
+        A tensor that takes another's place counts by the difference. Hands on how many bytes may stay then.
+        """
+        if share is None:
+            return None
+        stock = await self.stock(owner, name)
+        return stock.admit(nbytes, share, name=name, size=self.size(nbytes, dtype, shape))
+
+    @abstractmethod
+    async def stock(self, owner: str, name: str = "") -> Stock:
+        """What the owner keeps, with the versions of a name."""
+
+    @abstractmethod
+    def size(self, nbytes: int, dtype: str, shape: tuple[int, ...]) -> int:
+        """What a tensor counts as in the stock."""
 
     async def _put_durable(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
         try:
@@ -230,6 +254,7 @@ class TensorStore(ABC):
             audit.changed("store", binding.hold.content.row, binding.name)
             return entry
         finally:
+            self.contents.arrived(binding.hold.content)
             binding.hold.release()
 
     async def put_soon(self, binding: Binding, source: Source, conditions: Conditions) -> Entry:
@@ -245,6 +270,7 @@ class TensorStore(ABC):
             self.contents.write_back_soon(binding.hold.content)
             return entry
         finally:
+            self.contents.arrived(binding.hold.content)
             binding.hold.release()
 
     async def delete(self, owner: str, name: str, conditions: Conditions = UNCONDITIONAL) -> None:

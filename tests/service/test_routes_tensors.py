@@ -194,6 +194,47 @@ class TestPut:
         assert (await site.bob.delete("/tensors/w")).status_code == 204
         assert (await put(site.bob, "v", tensor(30, 30))).status_code == 201
 
+    async def test_what_is_beyond_the_share_is_refused_unread(self, site: Site) -> None:
+        body, read = npy(tensor(30, 30)), []
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), 1000):
+                read.append(start)
+                yield body[start : start + 1000]
+
+        assert (await put(site.bob, "w", tensor(30, 30))).status_code == 201
+        reply = await site.bob.put("/tensors/v", content=chunks(), headers=NPY)
+        assert (reply.status_code, reply.json()["code"]) == (429, "quota")
+        assert len(read) < 3
+
+    async def test_a_full_share_takes_a_new_version_in_every_form(self, site: Site) -> None:
+        array = tensor(31, 32)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield npy(array)
+
+        assert (await put(site.bob, "w", array)).status_code == 201
+        assert (await put(site.bob, "v", tensor(2, 32))).json()["code"] == "quota"
+        assert (await put(site.bob, "w", array + 1)).status_code == 200
+        for content, headers in (
+            (npy(array), NPY),
+            (chunks(), NPY),
+            (safetensors.numpy.save({"x": array, "other": array}), SAFETENSORS),
+        ):
+            reply = await site.bob.put(
+                "/tensors/w?tensor=x" if headers is SAFETENSORS else "/tensors/w",
+                content=content,
+                headers=headers,
+            )
+            assert reply.status_code == 200
+        reply = await put(site.bob, "w", tensor(32, 32))
+        assert (reply.status_code, reply.json()["code"]) == (429, "quota")
+        body = {"a": array.tolist(), "b": np.eye(32).tolist(), "out": {"handle": "w"}}
+        for durable in (True, False):
+            assert (await site.bob.post("/gemm", json=body | {"durable": durable})).status_code == 200
+        reply = await site.bob.post("/gemm", json=body | {"out": {"handle": "v"}})
+        assert (reply.status_code, reply.json()["code"], reply.json()["field"]) == (429, "quota", "out")
+
 
 class TestGet:
     @pytest.mark.parametrize("warm", [True, False])

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import obstore
@@ -15,7 +16,7 @@ import pytest
 from service.arena import Arena, Slots
 from service.errors import ServiceError
 from service.session import SharedUnusable
-from service.store import Conditions, objects
+from service.store import Conditions, index, objects
 from service.store import shared as shared_store
 from service.store.cluster import open_store
 from service.store.shared import SharedStore
@@ -197,15 +198,89 @@ class TestTwoFronts:
             lambda db: db.execute("SELECT count(*) FROM contents").fetchone()
         ) == (0,)
 
-    async def test_share_and_room_are_counted_over_both(self, both: Both) -> None:
+    async def test_room_is_counted_over_both(self, both: Both) -> None:
         a, b = both
         await put(a, "ann", "w", tensor(16, 16))
         await b.sweep(0)
-        with refused("quota"):
-            await put(b, "ann", "v", tensor(16, 16), share=2000)
         b.contents.disk_budget = 1500
         with refused("no_room"):
             await put(b, "bob", "v", tensor(16, 16))
+
+
+class TestShares:
+    """Of 1024 bytes for a tensor of 16 × 16, and 1100 to keep."""
+
+    async def test_a_full_share_takes_another_version_from_any_front(self, both: Both) -> None:
+        a, b = both
+        await put(a, "ann", "x", tensor(1, 16), share=1100)
+        for seed, store in enumerate((a, b, b, a, b)):
+            await put(store, "ann", "w", tensor(16, 16, seed), share=1100)
+            for one in both:
+                with refused("quota"):
+                    await put(one, "ann", "v", tensor(16, 16), share=1100)
+                with refused("quota"):
+                    await put(one, "ann", "w", tensor(16, 17), share=1100)
+        await put(a, "ann", "w", tensor(8, 8), share=1100)
+        await put(b, "ann", "v", tensor(8, 8), share=1100)
+        await b.delete("ann", "w")
+        await a.delete("ann", "v")
+        await b.delete("ann", "x")
+        await put(a, "ann", "u", tensor(16, 16), share=1100)
+
+    async def test_several_versions_at_once_end_as_one(self, both: Both) -> None:
+        work = [put(both[n % 2], "ann", "w", tensor(16, 16, n), share=1100) for n in range(6)]
+        await asyncio.gather(*work)
+        assert await _bytes(both[0], "ann") == 1024
+
+    async def test_new_names_at_once_stay_within_the_share(self, both: Both) -> None:
+        a = both[0]
+        work = [put(a, "ann", f"w{n}", tensor(16, 16), share=2100) for n in range(6)]
+        done = await asyncio.gather(*work, return_exceptions=True)
+        assert sorted(getattr(one, "code", "") for one in done) == ["", "", *["quota"] * 4]
+        assert await _bytes(a, "ann") == 2048
+
+    async def test_what_a_job_keeps_makes_no_room(self, both: Both) -> None:
+        a, b = both
+        await put(a, "ann", "w", tensor(16, 16), share=1100)
+        row = (await a.hold("ann", "w")).content.row
+        await a.transactions.write(lambda db: index.keep(db, "job", [row]))
+        with refused("quota"):
+            await put(b, "ann", "w", tensor(16, 16, 1), share=1100)
+        await a.transactions.write(lambda db: index.unkeep(db, "job", [row.id]))
+        await put(b, "ann", "w", tensor(16, 16, 1), share=1100)
+
+    async def test_nor_what_a_job_comes_to_keep_meanwhile(
+        self, both: Both, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        a, b = both
+        await put(a, "ann", "w", tensor(16, 16), share=1100)
+        row = (await a.hold("ann", "w")).content.row
+        write = b.contents.files.write
+
+        async def kept_first(*args: Any) -> None:
+            await a.transactions.write(lambda db: index.keep(db, "job", [row]))
+            await write(*args)
+
+        monkeypatch.setattr(b.contents.files, "write", kept_first)
+        with refused("quota"):
+            await put(b, "ann", "w", tensor(16, 16, 1), share=1100)
+        assert await _bytes(a, "ann") == 1024
+        assert (await get(b, "ann", "w") == tensor(16, 16)).all()
+
+    async def test_one_result_after_another_needs_room_for_one(self, both: Both) -> None:
+        for seed in range(6):
+            array = tensor(16, 16, seed)
+            await put(both[seed % 2], "ann", "d", array, share=1100, durable=False)
+        with refused("quota"):
+            await put(both[0], "ann", "v", tensor(16, 16), share=1100, durable=False)
+
+
+async def _bytes(store: SharedStore, owner: str) -> int:
+    """What the database knows of an owner's."""
+    (nbytes,) = await store.transactions.read(
+        lambda db: db.execute("SELECT sum(nbytes) FROM contents WHERE owner = ?", (owner,)).fetchone()
+    )
+    return int(nbytes)
 
 
 class TestResultsToBeWritten:
