@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 HANDLE_BYTES = 64
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
-#: Allocations whose handles are remembered, those used longest ago forgotten.
+#: Allocations, and pointers into them, that are remembered; those exported longest ago are forgotten.
 _REMEMBERED = 256
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is
 
@@ -24,6 +26,18 @@ class IpcError(Exception):
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+#: By function of the driver: the types of its arguments.
+_TAKES: dict[str, tuple[Any, ...]] = {
+    "cuMemAlloc_v2": (ctypes.c_void_p, ctypes.c_size_t),
+    "cuMemFree_v2": (ctypes.c_uint64,),
+    "cuMemGetAddressRange_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64),
+    "cuPointerGetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64),
+    "cuIpcGetMemHandle": (ctypes.c_void_p, ctypes.c_uint64),
+    "cuIpcOpenMemHandle_v2": (ctypes.c_void_p, _Handle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (ctypes.c_uint64,),
+}
 
 
 class Exported(NamedTuple):
@@ -49,37 +63,47 @@ class Pointer:
 def allocate(nbytes: int) -> int:
     """Device memory in an allocation of its own."""
     pointer = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+    _call("cuMemAlloc_v2", ctypes.byref(pointer), nbytes)
     return pointer.value
 
 
 def free(pointer: int) -> None:
     """Give it back."""
-    _call("cuMemFree_v2", ctypes.c_uint64(pointer))
+    _call("cuMemFree_v2", pointer)
 
 
-#: By address: the allocation that was there, and its handle.
-_exported: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+#: By number of an allocation: its handle.
+_handles: OrderedDict[int, bytes] = OrderedDict()
+#: By pointer: the number of the allocation that it was in, and what was exported.
+_exported: OrderedDict[int, tuple[int, Exported]] = OrderedDict()
+
+
+def exported(pointer: int) -> Exported | None:
+    """What `export` gave for this pointer, if the same allocation still holds it: one call that needs no context.
+
+    The driver numbers allocations, and gives no number twice in a process. IpcError for what is no device memory now.
+    """
+    known = _exported.get(pointer)
+    return known[1] if known is not None and known[0] == _number(pointer) else None
 
 
 def export(pointer: int) -> Exported:
-    """The handle of the allocation that holds a device pointer. IpcError for memory that can't be shared.
-
-    Asked for again it costs no call that makes one, as long as the same allocation is at that address: the driver
-    numbers them, and gives no number twice in a process.
-    """
+    """The handle of the allocation that holds a device pointer. IpcError for memory that can't be shared."""
+    number = _number(pointer)
     base, nbytes = _range(pointer)
-    number = ctypes.c_uint64()
-    _call("cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(base))
-    known, handle = _exported.get(base, (-1, b""))
-    if known != number.value:
+    handle = _handles.get(number)
+    if handle is None:
         made = _Handle()
-        _call("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(base))
-        handle = bytes(made)
-        _exported[base] = number.value, handle
-        while len(_exported) > _REMEMBERED:
-            _exported.popitem(last=False)
-    return Exported(handle, nbytes, pointer - base)
+        _call("cuIpcGetMemHandle", ctypes.byref(made), base)
+        handle = _remember(_handles, number, bytes(made))
+    return _remember(_exported, pointer, (number, Exported(handle, nbytes, pointer - base)))[1]
+
+
+def _remember(kept: OrderedDict[int, T], key: int, value: T) -> T:
+    kept[key] = value
+    while len(kept) > _REMEMBERED:
+        kept.popitem(last=False)
+    return value
 
 
 def open_handle(handle: bytes) -> tuple[int, int]:
@@ -97,13 +121,20 @@ def open_handle(handle: bytes) -> tuple[int, int]:
 
 def close_handle(pointer: int) -> None:
     """Let an opened allocation go."""
-    _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+    _call("cuIpcCloseMemHandle", pointer)
 
 
 def _range(pointer: int) -> tuple[int, int]:
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), pointer)
     return base.value, nbytes.value
+
+
+def _number(pointer: int) -> int:
+    """The driver's number of the allocation that holds a pointer."""
+    number = ctypes.c_uint64()
+    _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, pointer)
+    return number.value
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -114,7 +145,11 @@ def _call(name: str, *arguments: object) -> None:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
+    """The driver's library; what its functions take is said once, so that each call passes plain numbers."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise IpcError(f"there is no CUDA driver: {error}") from None
+    for name, takes in _TAKES.items():
+        getattr(library, name).argtypes = takes
+    return library

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from service.client.errors import GemmError
 from service.client.jobs import Job, Step
-from service.client.operations import Operation, Operations, Result, Retries
+from service.client.operations import Made, Operation, Operations, Result, Retries, result
 from service.client.tensors import Array, Handle
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ class Calls:
         Handle or its name). Returns an array of the same kind; `out` itself where an array was given for the result
         (its dtype then is D's); the Handle where `out` is one, under which the service then keeps D.
         """
-        operation, until = self.gemm_result(a, b, c, bias, out=out, timeout=timeout, **options)
-        return _d(operation), until
+        until = self._until(timeout)
+        return _d(self._ask.gemm(a, b, c, bias, out=out, options=options, deadline=until)), until
 
     def gemm_result(
         self,
@@ -87,7 +87,7 @@ class Calls:
     ) -> Timed[Result]:
         """`gemm`, with the variant that ran, why, and how long the request waited and computed."""
         until = self._until(timeout)
-        return self._ask.gemm(a, b, c, bias, out=out, options=options, deadline=until), until
+        return _told(self._ask.gemm(a, b, c, bias, out=out, options=options, deadline=until)), until
 
     def put(
         self,
@@ -208,9 +208,13 @@ class Calls:
         return self._ask.read(target, until), until
 
 
-def _d(operation: Operation[Result]) -> Operation[Any]:
+def _d(operation: Operation[Made]) -> Operation[Any]:
     made = yield from operation
     return made.array if made.handle is None else made.handle
+
+
+def _told(operation: Operation[Made]) -> Operation[Result]:
+    return result((yield from operation))
 
 
 def name_of(value: str | Handle) -> str:

@@ -8,22 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from service import ipc
 
 
-class Lent(NamedTuple):
-    """Device memory to be lent: the allocation's handle and size, and where in it the bytes begin."""
-
-    handle: bytes
-    allocation: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OnDevice:
     """The bytes of a contiguous torch tensor on a GPU."""
 
@@ -32,23 +24,27 @@ class OnDevice:
     @property
     def nbytes(self) -> int:
         """Their number."""
-        return int(self.value.numel() * self.value.element_size())
+        nbytes: int = self.value.nbytes
+        return nbytes
 
     @property
     def uuid(self) -> str:
         """The GPU's, as the service tells it."""
         return _uuid(self.value.get_device())
 
-    def lend(self) -> Lent | None:
+    def lend(self) -> ipc.Exported | None:
         """A handle; None for memory that can't be lent. What is queued may not be done yet: see `settle`."""
+        pointer = self.value.data_ptr()
+        try:
+            return ipc.exported(pointer) or self._export(pointer)
+        except ipc.IpcError:  # such as torch's expandable segments
+            return None
+
+    def _export(self, pointer: int) -> ipc.Exported:
         import torch
 
         with torch.cuda.device(self.value.device):
-            try:
-                found = ipc.export(self.value.data_ptr())
-            except ipc.IpcError:  # such as torch's expandable segments
-                return None
-        return Lent(found.handle, found.nbytes, found.offset)
+            return ipc.export(pointer)
 
     def host(self) -> memoryview:
         """A copy in host memory."""
@@ -70,9 +66,12 @@ Bytes = bytes | memoryview | OnDevice
 
 def settle(tensors: Iterable[Bytes]) -> None:
     """Wait until all is done that is queued on the current streams of the GPUs that these are on."""
+    indices = {each.value.get_device() for each in tensors if isinstance(each, OnDevice)}
+    if not indices:
+        return
     import torch
 
-    for index in {each.value.get_device() for each in tensors if isinstance(each, OnDevice)}:
+    for index in indices:
         torch.cuda.current_stream(index).synchronize()
 
 
@@ -85,7 +84,7 @@ def _uuid(index: int) -> str:
 
 def nbytes_of(data: Bytes) -> int:
     """How many bytes, without a copy."""
-    return data.nbytes if isinstance(data, OnDevice) else memoryview(data).nbytes
+    return len(data) if isinstance(data, bytes) else data.nbytes
 
 
 def on_host(data: Bytes) -> memoryview:

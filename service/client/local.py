@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -58,6 +58,8 @@ _NO_ROOM = 507
 #: Allocations of device memory that a session lends at once; well below what the service takes.
 _MOST_HANDLES = 16
 _RAW = ("content-type", "application/octet-stream")
+#: An operand of no bytes.
+_EMPTY = Piece(0, 0, 0)
 
 
 class CannotLend(ConnectionFailed):
@@ -126,7 +128,9 @@ class LocalConnection:
     _number: int = 0
     _in_place: bool = False
     #: GPUs of the service's workers.
-    _gpus: tuple[str, ...] = ()
+    _gpus: frozenset[str] = frozenset()
+    #: `arrays.lost` when what is gone was taken back last.
+    _lost: int = 0
     #: How long an answer is waited for without falling asleep, where a GPU is to give it.
     _awake: Awake = field(default_factory=lambda: Awake(0.0))
     #: Numbers of device memory that is lent, by handle, longest unused first.
@@ -138,20 +142,15 @@ class LocalConnection:
         self._drop_staging()
 
     def stale(self) -> bool:
-        """Whether the service has ended the session."""
-        try:
-            self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
+        """Whether the service has ended the session: not asked, as the next packet finds out and products are pure."""
+        return False
 
     def exchange(self, call: Call, authority: str, headers: tuple[tuple[str, str], ...]) -> Waiting:
         """Send the product, receive what became of it. Returns a Reply."""
         self.used += 1
+        if self._lost != self.arrays.lost:
+            yield from self._tidy()
         self.answered = False
-        yield from self._tidy()
         wanted = room(call.target)
         if wanted is None:
             wanted = _GUESS if call.into is None else nbytes_of(call.into)
@@ -166,14 +165,14 @@ class LocalConnection:
             # A worker that can't open device memory refuses it only when a product names it.
             for handle in list(self._handles):
                 yield from self._unshare(self._handles.pop(handle))
-            self._gpus = ()
+            self._gpus = frozenset()
             answer = yield from self._multiply(call, wanted)
         if isinstance(answer, Refused):
             return Reply(Head(answer.status, answer.headers), answer.problem)
         assert isinstance(answer, Product)
         head = Head(200, answer.headers)
-        taken = call.sink(head) if call.sink is not None else None
-        if taken is not None and taken.nbytes and not self._in_place:
+        taken = call.sink(head) if call.sink is not None and not self._in_place else None
+        if taken is not None and taken.nbytes:
             assert self._staging is not None
             np.frombuffer(taken, np.uint8)[:] = self._staging.bytes()[: taken.nbytes]
         if self._staging is not None and self._staging.nbytes > _KEEP:
@@ -189,7 +188,7 @@ class LocalConnection:
             raise ConnectionFailed(f"the local socket refuses: {answer.problem.decode()}", sent=False)
         if not isinstance(answer, Welcome) or answer.instance != instance:
             raise ConnectionFailed("another service is behind the local socket", sent=False)
-        self._gpus = answer.devices
+        self._gpus = frozenset(answer.devices)
 
     def borrow(self, name: str) -> Generator[Need, None, Loan]:
         """A copy of a stored tensor in the GPU's memory, until the session ends. Refused where there is none."""
@@ -205,9 +204,8 @@ class LocalConnection:
 
     def _multiply(self, call: Call, wanted: int) -> Generator[Need, None, ToClient]:
         """Lend what isn't lent yet, copy what doesn't lie in lent memory, and multiply."""
-        parts = [part for part in call.parts if nbytes_of(part)]
         pieces: list[Piece | None] = []
-        for part in parts:
+        for part in call.parts:
             pieces.append((yield from self._lent(part)))
         out = None
         if call.into is not None:
@@ -215,6 +213,24 @@ class LocalConnection:
         if out is not None and any(_overlap(out, piece) for piece in pieces if piece is not None):
             out = None  # D would be written while they are read
         self._in_place = out is not None
+        if out is None or None in pieces:
+            out = yield from self._copy(call.parts, pieces, out, wanted)
+        # Else nothing is copied, and no memory is needed for it.
+        body = tuple(piece for piece in pieces if piece is not None)
+        query = call.target.partition("?")[2]
+        self._number += 1
+        if self._handles:
+            settle(call.parts if call.into is None else (*call.parts, call.into))
+            self._awake.began(time.monotonic())
+        yield from self._send(Multiply(self._number, query, body, out, _request_id(call)))
+        answer = yield from self._answer()
+        self._awake.ended(time.monotonic(), busy=False)
+        return answer
+
+    def _copy(
+        self, parts: Sequence[Bytes], pieces: list[Piece | None], out: Piece | None, wanted: int
+    ) -> Generator[Need, None, Piece]:
+        """Copy what has no piece into memory of the connection's own, and find room there for a D without one."""
         copied = [part for part, piece in zip(parts, pieces, strict=True) if piece is None]
         nbytes = sum(-(-nbytes_of(part) // ALIGN) * ALIGN for part in copied)
         staged = yield from self._stage(nbytes + (wanted if out is None else 0))
@@ -230,22 +246,15 @@ class LocalConnection:
                 whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
                 pieces[index] = Piece(staged.number, at, part.nbytes)
                 at += -(-part.nbytes // ALIGN) * ALIGN
-        query = urlsplit(call.target).query
-        body = _with_empty([piece for piece in pieces if piece is not None], call)
-        identity = next((value for name, value in call.headers if name == "x-request-id"), "")
-        self._number += 1
-        if self._handles:
-            settle((*parts, *([call.into] if call.into is not None else [])))
-            self._awake.began(time.monotonic())
-        yield from self._send(Multiply(self._number, query, body, out, identity))
-        answer = yield from self._answer()
-        self._awake.ended(time.monotonic(), busy=False)
-        return answer
+        return out
 
     def _lent(self, data: Bytes) -> Generator[Need, None, Piece | None]:
         """The piece that bytes in a lent array are; None for other memory, and where no more may be lent."""
+        nbytes = nbytes_of(data)
+        if not nbytes:
+            return _EMPTY
         if isinstance(data, OnDevice):
-            return (yield from self._lent_device(data))
+            return (yield from self._lent_device(data, nbytes))
         spot = self.arrays.find(memoryview(data))
         if spot is None:
             return None
@@ -253,11 +262,11 @@ class LocalConnection:
             answer = yield from self._share(spot.number, spot.descriptor)
             if isinstance(answer, Refused):
                 return None
-        return Piece(spot.number, spot.offset, memoryview(data).nbytes)
+        return Piece(spot.number, spot.offset, nbytes)
 
-    def _lent_device(self, data: OnDevice) -> Generator[Need, None, Piece | None]:
+    def _lent_device(self, data: OnDevice, nbytes: int) -> Generator[Need, None, Piece | None]:
         """The same of device memory: a service that computes on this very GPU, and no other, takes it."""
-        if not data.nbytes or not self._gpus or set(self._gpus) != {data.uuid}:
+        if len(self._gpus) != 1 or data.uuid not in self._gpus:
             return None
         lent = data.lend()
         if lent is None or lent.offset % ALIGN:
@@ -268,12 +277,12 @@ class LocalConnection:
                 yield from self._unshare(self._handles.pop(next(iter(self._handles))))
             number = next(Shared.numbers)
             self._number += 1
-            yield from self._send(Share(self._number, number, lent.allocation, lent.handle))
+            yield from self._send(Share(self._number, number, lent.nbytes, lent.handle))
             if isinstance((yield from self._answer()), Refused):
                 return None
             self._shared.add(number)
         self._handles[lent.handle] = number
-        return Piece(number, lent.offset, data.nbytes)
+        return Piece(number, lent.offset, nbytes)
 
     def _stage(self, nbytes: int) -> Generator[Need, None, Shared]:
         """Memory of the connection's own, of at least `nbytes`."""
@@ -306,6 +315,7 @@ class LocalConnection:
 
     def _tidy(self) -> Generator[Need, None, None]:
         """Take back what is gone here."""
+        self._lost = self.arrays.lost
         own = {self._staging.number if self._staging is not None else 0, *self._handles.values()}
         for number in self._shared - own - self.arrays.numbers:
             yield from self._unshare(number)
@@ -391,7 +401,8 @@ def _connect(sock: socket.socket, path: str) -> None:
         raise ConnectionFailed(f"can't connect to {path}: {error.strerror}", sent=False) from None
 
 
-def _with_empty(pieces: list[Piece], call: Call) -> tuple[Piece, ...]:
-    """The body's pieces, those of empty operands among them."""
-    left = iter(pieces)
-    return tuple(next(left) if nbytes_of(part) else Piece(0, 0, 0) for part in call.parts)
+def _request_id(call: Call) -> str:
+    for name, value in call.headers:
+        if name == "x-request-id":
+            return value
+    return ""

@@ -30,6 +30,9 @@ from service.client.wire import Call, Head, Reply
 
 RAW = "application/octet-stream"
 JSON = "application/json"
+_RAW_BOTH_WAYS = (("content-type", RAW), ("accept", RAW))
+#: Fields for the shapes of what a body holds; a bias has the product's.
+_SHAPES = {"a": "a_shape", "b": "b_shape", "c": "c_shape"}
 
 #: Replies after which the same request may succeed: too many, no worker, draining, no room in the arena.
 _BUSY = frozenset({429, 503, 507})
@@ -42,7 +45,18 @@ class Pause:
     seconds: float
 
 
+@dataclass(slots=True)
+class Made:
+    """A product: the reply, and D as an array, or the handle that it was kept under."""
+
+    reply: Reply
+    array: Array
+    handle: Handle | None
+
+
 T = TypeVar("T")
+#: Fields of a request in texts: what is derived from them is found again by them.
+Query = tuple[tuple[str, str], ...]
 Operation = Generator[Call | Pause, Reply | None, T]
 
 
@@ -136,15 +150,15 @@ class Operations:
         out: Array | Handle | None,
         options: Mapping[str, Any],
         deadline: float,
-    ) -> Operation[Result]:
+    ) -> Operation[Made]:
         """D, as raw bytes both ways."""
         given = (a, b, c, bias)
         query, parts = _operands(given, options)
         if isinstance(out, Handle):
-            query["out"] = f"handle:{out.name}"
-            call = Call("POST", _gemm(query), (("content-type", RAW), ("accept", JSON)), tuple(parts))
+            target = _gemm((*query, ("out", f"handle:{out.name}")))
+            call = Call("POST", target, (("content-type", RAW), ("accept", JSON)), parts)
             reply = yield from attempt(call, self._retries, deadline)
-            return _result(reply, None, _kept(json.loads(reply.body)))
+            return Made(reply, None, _kept(json.loads(reply.body)))
         made = _on_gpu(query, given) if out is None else None
         try:
             reply, array = yield from self._product(query, parts, made if out is None else out, deadline)
@@ -153,17 +167,18 @@ class Operations:
                 raise
             # What the service keeps isn't of the shape any more that its Handle tells.
             reply, array = yield from self._product(query, parts, None, deadline)
-        return _result(reply, array if out is not None else tensors.as_like(array, given), None)
+        return Made(reply, array if out is not None else tensors.as_like(array, given), None)
 
     def _product(
-        self, query: Mapping[str, Any], parts: Iterable[Bytes], into: Array | None, deadline: float
+        self, query: Query, parts: tuple[Bytes, ...], into: Array | None, deadline: float
     ) -> Operation[tuple[Reply, Array]]:
         """D in `into`, or in a fresh numpy array; Unfit where it isn't of that shape and dtype."""
-        place = _Place(tensors.target(into) if into is not None else None)
-        dtype = {} if place.given is None else {"out_dtype": place.given.dtype}
-        headers = (("content-type", RAW), ("accept", RAW))
-        data = place.given.data if place.given is not None else None
-        call = Call("POST", _gemm(dtype | dict(query)), headers, tuple(parts), place.take, into=data)
+        given = tensors.target(into) if into is not None else None
+        place = _Place(given)
+        data = None
+        if given is not None:
+            query, data = (("out_dtype", given.dtype), *query), given.data
+        call = Call("POST", _gemm(query), _RAW_BOTH_WAYS, parts, place.take, into=data)
         reply = yield from attempt(call, self._retries, deadline)
         if into is not None:
             place.deliver(reply)
@@ -320,30 +335,32 @@ class Operations:
         return [Job.of(row) for row in rows]
 
 
-def _gemm(query: Mapping[str, Any]) -> str:
-    return f"/gemm?{_encoded(tuple(query.items()))}"
-
-
 @lru_cache(256)  # the same products are asked for again and again
-def _encoded(query: tuple[tuple[str, Any], ...]) -> str:
-    return urlencode(query)
+def _gemm(query: Query) -> str:
+    """Path and query; of a field that is there twice the later one counts."""
+    return f"/gemm?{urlencode(dict(query))}"
 
 
-def _on_gpu(query: Mapping[str, str], given: Iterable[Any]) -> Array | None:
+def _on_gpu(query: Query, given: Iterable[Any]) -> Array | None:
     """Memory for a D that is wanted on a GPU, so that a service on the same GPU writes it there; else None."""
-    told = dict(query)
+    kept: list[tuple[str, str]] = []
     for name, value in zip(("a", "b", "c"), given, strict=False):
         if _handle(value) is None:
             continue
         if not isinstance(value, Handle) or value.shape is None or value.dtype is None:
             return None
-        told[f"{name}_shape"] = _shape(value.shape)
+        kept.append((f"{name}_shape", _shape(tuple(value.shape))))
         if name != "c":
-            told.setdefault("dtype", value.dtype)
-    found = result_of(told)
+            kept.insert(0, ("dtype", value.dtype))
+    found = _result_told((*kept, *query))
     if found is None or found[0] not in tensors.DTYPES:
         return None
     return tensors.on_gpu_like(given, *found)
+
+
+@lru_cache(256)
+def _result_told(query: Query) -> tuple[str, tuple[int, ...]] | None:
+    return result_of(dict(query))
 
 
 class _Place:
@@ -357,36 +374,47 @@ class _Place:
         """See wire.Sink; an error's document is not for the array."""
         if head.status >= 300 or "x-gemm-shape" not in head.headers:
             return None
-        dtype, shape = head.headers.get("x-gemm-dtype", ""), _parse_shape(head.headers["x-gemm-shape"])
-        if self.given is not None:
-            tensors.check_target(self.given, dtype, shape)
-            if isinstance(self.given.data, memoryview):
-                return self.given.data
+        dtype, shape = self._check(head)
+        if self.given is not None and isinstance(self.given.data, memoryview):
+            return self.given.data
         self.array, view = tensors.empty(dtype, shape)
         return view
 
     def deliver(self, reply: Reply) -> None:
         """Bring a result that came to this process's memory to where it was wanted."""
-        if self.given is not None and isinstance(self.given.data, OnDevice) and not reply.in_place:
+        if reply.in_place:
+            self._check(reply.head)
+        elif self.given is not None and isinstance(self.given.data, OnDevice):
             self.given.data.fill(self.array if self.array is not None else _late(reply))
+
+    def _check(self, head: Head) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape that a head tells; Unfit where the caller's array isn't so."""
+        dtype, shape = _told_of(head)
+        if self.given is not None:
+            tensors.check_target(self.given, dtype, shape)
+        return dtype, shape
 
 
 def _late(reply: Reply) -> Array:
     """A result that came where no length was announced, as through a proxy that re-chunks."""
-    headers = reply.head.headers
-    if "x-gemm-shape" not in headers:
-        raise GemmError("the reply doesn't say its shape; is this a GEMM service?")
-    array, view = tensors.empty(headers.get("x-gemm-dtype", ""), _parse_shape(headers["x-gemm-shape"]))
+    array, view = tensors.empty(*_told_of(reply.head))
     if len(view) != len(reply.body):
         raise GemmError(f"the reply has {len(reply.body)} bytes, its headers describe {len(view)}")
     view[:] = reply.body
     return array
 
 
-def _operands(given: Iterable[Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Bytes]]:
+def _told_of(head: Head) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of D by a reply's head."""
+    if "x-gemm-shape" not in head.headers:
+        raise GemmError("the reply doesn't say its shape; is this a GEMM service?")
+    return head.headers.get("x-gemm-dtype", ""), _parse_shape(head.headers["x-gemm-shape"])
+
+
+def _operands(given: Iterable[Any], options: Mapping[str, Any]) -> tuple[Query, tuple[Bytes, ...]]:
     """Query fields and body of a raw request for a, b, c and bias."""
     a, b, c, bias = map(tensors.adopt, given)
-    query: dict[str, Any] = {name: _text(value) for name, value in options.items() if value is not None}
+    query = {name: _text(value) for name, value in options.items() if value is not None}
     sent: dict[str, Tensor] = {}
     for name, value in (("a", a), ("b", b)):
         if (handle := _handle(value)) is not None:
@@ -408,8 +436,9 @@ def _operands(given: Iterable[Any], options: Mapping[str, Any]) -> tuple[dict[st
         raise TypeError(f"a is {sent['a'].dtype} and b is {sent['b'].dtype}; they must share a dtype")
     if dtypes:
         query["dtype"] = dtypes.pop()
-    query |= {f"{name}_shape": _shape(sent[name].shape) for name in ("a", "b", "c") if name in sent}
-    return query, [sent[name].data for name in ("a", "b", "c", "bias") if name in sent]
+    query |= {_SHAPES[name]: _shape(one.shape) for name, one in sent.items() if name in _SHAPES}
+    # What is sent was found in the order of the body.
+    return tuple(query.items()), tuple([one.data for one in sent.values()])
 
 
 def _handle(value: Any) -> str | None:
@@ -426,12 +455,13 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _result(reply: Reply, array: Array, handle: Handle | None) -> Result:
-    headers = reply.head.headers
+def result(made: Made) -> Result:
+    """All that the service told of a product."""
+    headers = made.reply.head.headers
     times = _server_timing(headers.get("server-timing", ""))
     return Result(
-        array,
-        handle,
+        made.array,
+        made.handle,
         headers.get("x-gemm-variant", ""),
         headers.get("x-gemm-reason", ""),
         times.get("queue", 0.0),
@@ -481,9 +511,11 @@ def _file(path: Path) -> tuple[memoryview | bytes, str]:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), media
 
 
-def _shape(shape: Iterable[int]) -> str:
+@lru_cache(256)
+def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
+@lru_cache(256)
 def _parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(extent) for extent in text.replace(",", "x").split("x") if extent.strip())

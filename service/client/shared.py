@@ -72,6 +72,8 @@ class Arrays:
         # A finalizer may run amid anything, even with the lock held: it only notes what is gone.
         self._gone: deque[int] = deque()
         self.numbers: set[int] = set()
+        #: How many are gone, so that who lent them sees at a glance whether there is one to take back.
+        self.lost = 0
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An array of zeros in a memfd of its own."""
@@ -115,6 +117,7 @@ class Arrays:
             start = self._gone.popleft()
             self._starts.remove(start)
             self.numbers.discard(self._kept.pop(start)[1])
+            self.lost += 1
 
 
 def address(data: memoryview) -> int:

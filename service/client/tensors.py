@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -58,7 +59,8 @@ class Tensor:
 
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor; torch isn't imported to find out."""
-    return _package(value) == "torch" and hasattr(value, "data_ptr")
+    # While torch is being imported it has no Tensor yet, and nobody has one of its tensors.
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def _package(value: object) -> str:
@@ -94,9 +96,7 @@ def adopt(value: Any) -> Any:
 def tensor(value: Array, name: str) -> Tensor:
     """An array as it is sent; `name` is for complaints."""
     if _on_gpu(value):
-        kind = _torch_name(value, name)
-        _check_dimensions(value.dim(), name)
-        return Tensor(kind, tuple(value.shape), OnDevice(value.detach().contiguous()))
+        return _tensor_on_gpu(value, name)
     array = _numpy(value, name)
     _check_dimensions(array.ndim, name)
     if not array.flags.c_contiguous:
@@ -107,14 +107,21 @@ def tensor(value: Array, name: str) -> Tensor:
 def matrix(value: Array, name: str) -> tuple[Tensor, bool]:
     """A matrix or a batch of them, and whether it is sent transposed because it lies so in memory."""
     if _on_gpu(value):
-        turned = value.dim() >= 2 and not value.is_contiguous() and value.mT.is_contiguous()
-        return tensor(value.mT if turned else value, name), turned
+        turned = not value.is_contiguous() and value.dim() >= 2 and value.mT.is_contiguous()
+        return _tensor_on_gpu(value.mT if turned else value, name), turned
     array = _numpy(value, name)
     if array.ndim >= 2 and not array.flags.c_contiguous:
         turned = array.swapaxes(-1, -2)
         if turned.flags.c_contiguous:
             return Tensor(NAMES[array.dtype], turned.shape, _bytes(turned)), True
     return tensor(array, name), False
+
+
+def _tensor_on_gpu(value: Array, name: str) -> Tensor:
+    shape = tuple(value.shape)
+    _check_dimensions(len(shape), name)
+    whole = value if value.is_contiguous() else value.detach().contiguous()
+    return Tensor(_torch_name(value, name), shape, OnDevice(whole))
 
 
 def _check_dimensions(dimensions: int, name: str) -> None:
@@ -130,7 +137,7 @@ def target(out: Array) -> Tensor:
     if _on_gpu(out):
         if not out.is_contiguous():
             raise ValueError("out must be C-contiguous and writable")
-        return Tensor(_torch_name(out, "out"), tuple(out.shape), OnDevice(out.detach()))
+        return Tensor(_torch_name(out, "out"), tuple(out.shape), OnDevice(out))
     array = _numpy_of_torch(out) if is_torch(out) else out
     if not isinstance(array, np.ndarray):
         raise TypeError(
@@ -170,8 +177,7 @@ def on_gpu_like(values: Iterable[Any], dtype: str, shape: Sequence[int]) -> Arra
         return None
     import torch
 
-    kind = next(getattr(torch, own) for own, name in _OF_TORCH.items() if name == dtype)
-    return torch.empty(tuple(shape), dtype=kind, device=like.device)
+    return torch.empty(tuple(shape), dtype=_torch_dtype(dtype), device=like.device)
 
 
 def as_like(array: Array, values: Iterable[Any]) -> Array:
@@ -181,7 +187,7 @@ def as_like(array: Array, values: Iterable[Any]) -> Array:
     can't hold these elements, it is numpy's, or torch's on a GPU.
     """
     like = _like(values)
-    if like is None:
+    if like is None or (is_torch(like) and is_torch(array)):
         return array
     adopted = adopt(like)
     own = as_torch(array, adopted) if is_torch(adopted) and not is_torch(array) else array
@@ -217,14 +223,27 @@ def as_torch(array: np.ndarray[Any, Any], like: Array) -> Array:
 
 
 def _on_gpu(value: object) -> bool:
-    return is_torch(value) and bool(getattr(value, "is_cuda", False))
+    return is_torch(value) and bool(value.is_cuda)  # type: ignore[attr-defined]
 
 
 def _torch_name(value: Array, name: str) -> str:
-    kind = str(value.dtype).removeprefix("torch.")
-    if kind not in _OF_TORCH:
-        raise TypeError(f"{name} has dtype {kind}; convert it to one of {', '.join(_OF_TORCH)}")
-    return _OF_TORCH[kind]
+    kind = _name_of_torch(value.dtype)
+    if kind is None:
+        told = str(value.dtype).removeprefix("torch.")
+        raise TypeError(f"{name} has dtype {told}; convert it to one of {', '.join(_OF_TORCH)}")
+    return kind
+
+
+@cache
+def _name_of_torch(dtype: Any) -> str | None:
+    return _OF_TORCH.get(str(dtype).removeprefix("torch."))
+
+
+@cache
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return next(getattr(torch, own) for own, known in _OF_TORCH.items() if known == name)
 
 
 def _numpy(value: Array, name: str) -> np.ndarray[Any, Any]:

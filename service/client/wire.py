@@ -42,7 +42,7 @@ class Head:
     headers: dict[str, str]
 
 
-#: Decides from the head where a body goes; None collects it.
+#: Decides from the head where a body goes; None collects it. Not asked for a body that is in place already.
 Sink = Callable[[Head], memoryview | None]
 
 

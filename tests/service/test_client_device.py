@@ -16,8 +16,10 @@ import pytest
 from service.client import AsyncClient, Client, Handle, tensors
 from service.client.device import OnDevice, settle
 from service.client.local import result_of
+from service.client.operations import Operations, Retries
+from service.client.tensors import Unfit
 from service.client.transport import BestTransport
-from service.client.wire import Call
+from service.client.wire import Call, Head, Reply
 from service.formats import Tensor
 from service.model import GemmFields
 from service.plan import plan
@@ -73,6 +75,41 @@ def test_work_on_operands_is_waited_for_once_a_gpu(monkeypatch: pytest.MonkeyPat
     zero, one = (OnDevice(SimpleNamespace(get_device=lambda index=index: index)) for index in (0, 1))
     settle([zero, b"host", zero, one])
     assert sorted(waited) == [0, 1]
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Tensors here stand in for a GPU's, lent by a driver that remembers nothing; the tensors of fresh host memory."""
+    made: list[Any] = []
+    monkeypatch.setattr(tensors, "_on_gpu", tensors.is_torch)
+    monkeypatch.setattr(tensors, "empty", lambda *told: made.append(told))
+    return made
+
+
+def test_a_result_in_place_needs_no_memory_here_and_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_gpu(monkeypatch)
+    a, d = torch.ones(SIDE, SIDE), torch.zeros(SIDE, SIDE)
+    operation = Operations(Retries()).gemm(
+        a, a, None, None, out=d, options={}, deadline=time.monotonic() + 60
+    )
+    call = next(operation)
+    assert isinstance(call, Call)
+    assert isinstance(call.into, OnDevice)
+    assert call.into.value is d, "the caller's own, not a view of it"
+    head = Head(200, {"x-gemm-dtype": "fp32", "x-gemm-shape": f"{SIDE}x{SIDE}"})
+    with pytest.raises(StopIteration) as done:
+        operation.send(Reply(head, in_place=True))
+    assert done.value.value.array is d
+    assert not made
+    for told in (
+        {"x-gemm-dtype": "fp16", "x-gemm-shape": f"{SIDE}x{SIDE}"},
+        {"x-gemm-dtype": "fp32", "x-gemm-shape": "1x1"},
+    ):
+        operation = Operations(Retries()).gemm(
+            a, a, None, None, out=d, options={}, deadline=time.monotonic() + 60
+        )
+        next(operation)
+        with pytest.raises(Unfit):
+            operation.send(Reply(Head(200, told), in_place=True))
 
 
 class Other:
@@ -276,7 +313,7 @@ def test_operands_and_d_stay_on_the_gpu(tmp_path: Path) -> None:
         torch.testing.assert_close(d.double(), 2 * want, rtol=1e-2, atol=1.0)
         connection = client._transport._near._idle[-1]  # type: ignore[attr-defined]
         assert connection._handles
-        assert connection._staging.nbytes <= 1 << 20
+        assert connection._staging is None, "nothing is copied"
         assert one.metric("gemm_local_bytes") > 0
         turned = client.gemm(a, torch.randn(512, 2048, device="cuda").half().T)
         assert turned.is_cuda
@@ -394,7 +431,7 @@ def test_arrays_of_a_gpu_library_in_and_out(
 
         def in_place() -> bool:
             """Operands and D were used where they are. XLA's memory may be of a kind that can't be lent."""
-            return bool(connection._handles) and connection._staging.nbytes <= 1 << 20
+            return bool(connection._handles) and connection._staging is None
 
         assert in_place() or not library.changes
         handle = client.put("of-library", a)

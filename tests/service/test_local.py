@@ -154,7 +154,7 @@ def test_arrays_in_shared_memory_are_used_where_they_are(service: Service, clien
     a *= 2
     assert close(client.gemm(a, b, out=d), 2 * WANT)
     connection = client._transport._near._idle[-1]  # type: ignore[attr-defined]
-    assert connection._staging.nbytes < A.nbytes + (1 << 20)
+    assert connection._staging is None, "nothing was copied"
 
 
 def test_a_product_may_go_into_its_operands_own_memory(client: Client) -> None:
@@ -534,7 +534,7 @@ def test_a_client_that_dies_leaves_nothing(service: Service) -> None:
         )
         assert process.stdout is not None
         process.stdout.read(2)
-        assert service.metric("gemm_local_bytes") > 10 << 20
+        assert service.metric("gemm_local_bytes") >= 1600 * 1600 * 4
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
