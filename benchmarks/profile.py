@@ -24,7 +24,7 @@ from benchmarks import suite
 from kernels.hopper.variants import variants
 from kernels.problem import DType
 
-SECONDS = 0.6  # a contender: power settles within a third of it
+SECONDS = 0.6  # a contender, once it has been warm for suite.WARM_SECONDS
 SAMPLE_SECONDS = 0.01
 NCU_SECONDS = 90
 SECTIONS = (
@@ -113,6 +113,8 @@ def _powered(name: str, launch: Any, sets: Any, row: dict[str, Any]) -> dict[str
     import torch
 
     runner = suite.contender(name, launch, sets, row["seconds"]["median"])
+    runner.burst.append(runner.replay_seconds())
+    runner.warm(suite.WARM_SECONDS)
     count = max(2, round(SECONDS / (runner.replay_seconds() * runner.launches)))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

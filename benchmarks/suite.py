@@ -58,6 +58,7 @@ README = Path(__file__).parents[1] / "kernels" / "README.md"
 BEGIN = "<!-- suite: python -m benchmarks.suite --readme -->\n"
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
 BLOCK_SECONDS = 0.25
+WARM_SECONDS = 1.2  # before sustained blocks: the power cap acts on about a second's mean
 PAUSE_SECONDS = 0.01
 GRAPH_SECONDS = 2e-3  # about what a graph holds, so that gaps between replays don't count
 Operands = tuple[Any, Any, Any]
@@ -83,10 +84,17 @@ class Contender:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / self.launches
 
+    def warm(self, seconds: float) -> None:
+        """Keep the chip busy, and look at nothing."""
+        import torch
+
+        for _ in range(self._replays(seconds)):
+            self.graph.replay()
+        torch.cuda.synchronize()
+
     def block(self, seconds: float, clock: Callable[[], int]) -> None:
         """One sustained block; the clock is read in its second half."""
-        estimate = statistics.median(self.burst)
-        count = max(2, round(seconds / (estimate * self.launches)))
+        count = self._replays(seconds)
         begin, end = _events()
         begin.record()
         for _ in range(count):
@@ -96,6 +104,10 @@ class Contender:
         self.clocks.append(clock())
         end.synchronize()
         self.sustained.append(float(begin.elapsed_time(end)) / 1e3 / self.launches / count)
+
+    def _replays(self, seconds: float) -> int:
+        """How many take about so long."""
+        return max(2, round(seconds / (statistics.median(self.burst) * self.launches)))
 
 
 def _events() -> tuple[Any, Any]:
@@ -313,6 +325,7 @@ def race(
 ) -> dict[str, Contender]:
     """Time launchers against each other, by name: bursts in turn, then sustained blocks forth and back.
 
+    Before these the chip is warm and its clock held down, or whoever comes first has it all.
     estimate: seconds of one launch, about.
     """
     runners = [contender(name, launch, sets, estimate) for name, launch in launchers.items()]
@@ -321,6 +334,7 @@ def race(
         first = turn % len(runners)  # each comes first as often: the clock falls within a burst
         for runner in runners[first:] + runners[:first]:
             runner.burst.append(runner.replay_seconds())
+    runners[-1].warm(WARM_SECONDS)
     for order in (runners, runners[::-1]):
         for runner in order:
             runner.block(BLOCK_SECONDS, clock)
