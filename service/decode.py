@@ -53,6 +53,13 @@ class BodyLimits(Limits, Protocol):
     def max_json_bytes(self) -> int: ...
 
 
+class Most(NamedTuple):
+    """Bounds of one product, by which what was planned is found again."""
+
+    max_output_bytes: int
+    max_flops: float
+
+
 class Pin(Protocol):
     """A stored tensor that stays as and where it is until released."""
 
@@ -187,6 +194,7 @@ class Operands:
     def __init__(self, services: Parts, owner: str, arrived: float) -> None:
         self.services = services
         self.limits = services.settings
+        self.most = Most(self.limits.max_output_bytes, self.limits.max_flops)
         self.owner = owner
         self.arrived = arrived
         self.bounds: dict[str, Bound] = {}
@@ -239,20 +247,17 @@ class Operands:
             self.bounds[name] = Bound(operand, slot.hold(), slot.release)
         slot.release()
 
-    def request(self, fields: GemmFields, made: Plan, form: Form, out_handle: str | None) -> GemmRequest:
+    def request(
+        self,
+        fields: GemmFields,
+        made: Plan,
+        form: Form,
+        out_handle: str | None,
+        params: Params | None = None,
+    ) -> GemmRequest:
         """All operands are there: what is to be computed."""
-        params = Params(
-            out_dtype=made.out.dtype,
-            trans_a=fields.trans_a,
-            trans_b=fields.trans_b,
-            alpha=fields.alpha,
-            beta=made.beta,
-            bias_dim=fields.bias_dim,
-            activation=fields.activation,
-            precision=fields.precision,
-            batch_invariant=fields.batch_invariant,
-            variant=fields.variant,
-        )
+        if params is None:
+            params = params_of(fields, made)
         late = fields.deadline_ms
         assert self.out is not None
         out_id = ""
@@ -441,6 +446,50 @@ def _bound_total(nbytes: int, limit: int) -> None:
         raise ServiceError(
             "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """What a query says of a product all of whose operands come as raw bytes, in the order of the body."""
+
+    fields: GemmQuery
+    here: Mapping[str, Tensor]
+    sizes: list[int]
+    nbytes: int
+
+
+@lru_cache(maxsize=512)  # clients ask few different products, many times; see query_fields
+def sent(query: bytes, length: int | None) -> Sent | None:
+    """By the query and the body's length, on which alone it depends; None where it names stored tensors."""
+    fields = query_fields(query)
+    if any(handle_in(getattr(fields, name)) is not None for name in NAMES):
+        return None
+    here = raw_tensors(fields, {}, length)
+    sizes = [tensor.nbytes for tensor in here.values()]
+    return Sent(fields, here, sizes, sum(sizes))
+
+
+@lru_cache(maxsize=512)
+def planned(known: Sent, most: Most) -> tuple[Plan, Params]:
+    """The plan of what `sent` found, and its arithmetic. Refusals are made anew each time."""
+    made = plan(known.fields, known.here, most)
+    return made, params_of(known.fields, made)
+
+
+def params_of(fields: GemmFields, made: Plan) -> Params:
+    """The arithmetic of a request."""
+    return Params(
+        out_dtype=made.out.dtype,
+        trans_a=fields.trans_a,
+        trans_b=fields.trans_b,
+        alpha=fields.alpha,
+        beta=made.beta,
+        bias_dim=fields.bias_dim,
+        activation=fields.activation,
+        precision=fields.precision,
+        batch_invariant=fields.batch_invariant,
+        variant=fields.variant,
+    )
 
 
 def handle_in(reference: str | None) -> str | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 #: code → (HTTP status, title). Codes are stable: clients may switch on them.
@@ -96,14 +95,22 @@ class ServiceError(Exception):
         return json.dumps(self.problem(request_id)).encode()
 
 
-@contextmanager
-def at_stage(stage: str) -> Iterator[None]:
+class at_stage:
     """Refusals from within the block were made at this stage of a product, unless they know better."""
-    try:
-        yield
-    except ServiceError as refusal:
-        refusal.stage = refusal.stage or stage
-        raise
+
+    __slots__ = ("_stage",)
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ServiceError):
+            error.stage = error.stage or self._stage
 
 
 def short(error: BaseException) -> ServiceError | None:

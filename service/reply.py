@@ -187,12 +187,17 @@ async def send_json(
 
 def outcome_headers(outcome: Outcome) -> list[tuple[bytes, bytes]]:
     """Variant, reason and times, as every reply carries them."""
+    return [(name.encode(), value.encode()) for name, value in outcome_texts(outcome).items()]
+
+
+def outcome_texts(outcome: Outcome) -> dict[str, str]:
+    """The same, for who sends no bytes of HTTP."""
     timing = f"queue;dur={outcome.queue_seconds * 1e3:.3f}, compute;dur={outcome.compute_seconds * 1e3:.3f}"
-    return [
-        (b"x-gemm-variant", _header(outcome.variant)),
-        (b"x-gemm-reason", _header(outcome.reason)),
-        (b"server-timing", timing.encode()),
-    ]
+    return {
+        "x-gemm-variant": _plain(outcome.variant),
+        "x-gemm-reason": _plain(outcome.reason),
+        "server-timing": timing,
+    }
 
 
 def _told(outcome: Outcome, request_id: str) -> dict[str, Any]:
@@ -239,9 +244,9 @@ def elements(bound: Bound, tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 @lru_cache(1024)  # names of variants and reasons
-def _header(text: str) -> bytes:
+def _plain(text: str) -> str:
     """Text that is safe in a header."""
-    return "".join(c if " " <= c <= "~" else "?" for c in text).encode()
+    return "".join(c if " " <= c <= "~" else "?" for c in text)
 
 
 def _preference(part: str) -> _Preference:

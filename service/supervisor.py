@@ -214,18 +214,36 @@ class Supervisor:
         admitting = self._admit(work)
         if self._is_sharded(work):
             return await self._submit_sharded(work, admitting)
+        try:
+            return await self._queue(work, admitting)
+        except asyncio.CancelledError:
+            self.withdraw(work)
+            raise
+
+    def begin(self, work: Work) -> asyncio.Future[Outcome]:
+        """`submit` of work without stored operands, which has nothing to wait for before it is queued.
+
+        Who cancels what is returned calls `withdraw` then.
+        """
+        admitting = self._admit(work)
+        if self._is_sharded(work):
+            # To the end, whoever leaves: a task that is cancelled before it began would release nothing.
+            return asyncio.shield(asyncio.ensure_future(self._submit_sharded(work, admitting)))
+        return self._queue(work, admitting)
+
+    def withdraw(self, work: Work) -> None:
+        """Nobody waits for it any more: drop it while it is queued; else it is finished and forgotten."""
+        if self.queue.discard(work):
+            self._finish(work)
+        else:
+            self._waiting.pop(work.id, None)
+
+    def _queue(self, work: Work, admitting: float) -> asyncio.Future[Outcome]:
         waiting = _Waiting(asyncio.get_running_loop().create_future(), admitting)
         self._waiting[work.id] = waiting
         self._idle.clear()
         self.dispatcher.put(work)
-        try:
-            return await waiting.future
-        except asyncio.CancelledError:
-            if self.queue.discard(work):
-                self._finish(work)
-            else:
-                self._waiting.pop(work.id, None)
-            raise
+        return waiting.future
 
     def _admit(self, work: Work) -> float:
         """Let it in or release it and raise ServiceError; the seconds that took, which metrics have in any case."""

@@ -25,6 +25,7 @@ def parse_shape(text: str, *, field: str) -> tuple[int, ...]:
     return checked_shape([int(dim) for dim in re.split("[x,]", text)], field=field)
 
 
+@lru_cache(1024)
 def emit_shape(shape: tuple[int, ...]) -> str:
     """A shape as `2x3`."""
     return "x".join(map(str, shape))

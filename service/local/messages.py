@@ -26,6 +26,8 @@ MAX_PACKET = 1 << 16
 ALIGN = 256
 #: Bytes of a CUDA IPC handle.
 HANDLE_BYTES = 64
+#: Flags of a packet that didn't fit, or whose descriptors didn't.
+_CUT = socket.MSG_TRUNC | socket.MSG_CTRUNC
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -168,14 +170,16 @@ def receive(end: socket.socket, most: int) -> tuple[bytes, list[int]]:
 
     Raises Garbled where the packet is too long or brought more than `most` descriptors (they are closed).
     """
-    found = array.array("i")
-    room = socket.CMSG_SPACE(most * found.itemsize)
+    room = socket.CMSG_SPACE(most * array.array("i").itemsize)
     packet, ancillary, flags, _ = end.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
+    if not ancillary and not flags & _CUT:  # most packets
+        return packet, []
+    found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
     descriptors = found.tolist()
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(descriptors) > most:
+    if flags & _CUT or len(descriptors) > most:
         close_all(descriptors)
         raise Garbled("a packet is too long or brings too many descriptors")
     return packet, descriptors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from service.decode import Bound, GemmRequest, Operands, handle_in, raw_tensors
+from service.decode import Bound, GemmRequest, Operands, Sent, handle_in, planned, raw_tensors, sent
 from service.errors import ServiceError
 from service.formats import Tensor
 from service.local.messages import ALIGN, Multiply, Piece
@@ -21,26 +21,60 @@ async def bind(operands: Operands, message: Multiply, regions: Mapping[int, Regi
     """Check that the pieces are there and fit together. What is held is in `operands`, also on refusal."""
     fields = query_fields(message.query.encode())
     tensors = await operands.pin_references(fields)
-    total = sum(piece.nbytes for piece in message.body)
-    here = raw_tensors(fields, tensors, total)
-    operands.bound_total(sum(tensor.nbytes for tensor in here.values()))
-    if [piece.nbytes for piece in message.body] != [tensor.nbytes for tensor in here.values()]:
-        raise ServiceError(
-            "malformed",
-            f"the pieces have {total} bytes, the shapes in the query take"
-            f" {' + '.join(str(tensor.nbytes) for tensor in here.values()) or 0}",
-            field="body",
-        )
+    sizes = [piece.nbytes for piece in message.body]
+    here = raw_tensors(fields, tensors, sum(sizes))
+    _check_sizes(operands, sizes, [tensor.nbytes for tensor in here.values()])
     made = plan(fields, tensors | here, operands.limits)
-    for (name, tensor), piece in zip(here.items(), message.body, strict=True):
-        operands.bounds[name] = _bound(name, piece, tensor, regions)
+    _bind(operands, message, here, regions)
     out_handle = handle_in(fields.out)
     if out_handle is not None:
         operands.place({}, made)
     else:
-        operands.out = _out(message.out, made.out, regions)
-        _check_apart(operands.out.operand, (bound.operand for bound in operands.bounds.values()))
+        _bind_out(operands, message, made.out, regions)
     return operands.request(fields, made, "raw", out_handle)
+
+
+def bind_at_once(
+    operands: Operands, message: Multiply, known: Sent, regions: Mapping[int, Region]
+) -> GemmRequest:
+    """`bind` of what `alone` knows: nothing has to be waited for."""
+    _check_sizes(operands, [piece.nbytes for piece in message.body], known.sizes)
+    made, params = planned(known, operands.most)
+    _bind(operands, message, known.here, regions)
+    _bind_out(operands, message, made.out, regions)
+    return operands.request(known.fields, made, "raw", None, params)
+
+
+def alone(message: Multiply) -> Sent | None:
+    """What is asked, of a product of the client's memory alone; None for others, and what can't be understood."""
+    try:
+        known = sent(message.query.encode(), sum([piece.nbytes for piece in message.body]))
+    except ServiceError:
+        return None
+    return known if known is not None and handle_in(known.fields.out) is None else None
+
+
+def _check_sizes(operands: Operands, sizes: list[int], wanted: list[int]) -> None:
+    operands.bound_total(sum(wanted))
+    if sizes != wanted:
+        raise ServiceError(
+            "malformed",
+            f"the pieces have {sum(sizes)} bytes, the shapes in the query take"
+            f" {' + '.join(map(str, wanted)) or 0}",
+            field="body",
+        )
+
+
+def _bind(
+    operands: Operands, message: Multiply, here: Mapping[str, Tensor], regions: Mapping[int, Region]
+) -> None:
+    for (name, tensor), piece in zip(here.items(), message.body, strict=True):
+        operands.bounds[name] = _bound(name, piece, tensor, regions)
+
+
+def _bind_out(operands: Operands, message: Multiply, out: Tensor, regions: Mapping[int, Region]) -> None:
+    operands.out = _out(message.out, out, regions)
+    _check_apart(operands.out.operand, [bound.operand for bound in operands.bounds.values()])
 
 
 def _bound(name: str, piece: Piece, tensor: Tensor, regions: Mapping[int, Region]) -> Bound:
@@ -60,6 +94,7 @@ def _bound(name: str, piece: Piece, tensor: Tensor, regions: Mapping[int, Region
         raise ServiceError(
             "invalid", f"{name}: must begin at a multiple of {ALIGN} bytes in its region", field=name
         )
+    # A piece has its tensor's size; D's room may be larger.
     operand = Operand(piece.offset, tensor.nbytes, tensor.dtype, tensor.shape, region=region.number)
     return Bound(operand, region.hold(), region.release)
 

@@ -1,6 +1,7 @@
 """One client on this machine: receives its packets, hands on products, and gives all back when it goes.
 
-Packets are read in a callback of the loop; each product is a task. While many run, or the client doesn't take its
+Packets are read in a callback of the loop; a product of the client's memory alone begins there, each other is a task.
+While many run, or the client doesn't take its
 answers, nothing more is read. Memory that it lent is dropped with the session; work that a worker has is
 finished first.
 """
@@ -8,18 +9,23 @@ finished first.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from service import logs
-from service.decode import Operands
+from service.batch import Work
+from service.decode import GemmRequest, Operands, Sent
 from service.errors import ServiceError, at_stage
 from service.formats.raw import emit_shape
 from service.gate import translate
@@ -46,9 +52,10 @@ from service.local.messages import (
     encode,
     receive,
 )
-from service.local.operands import bind
+from service.local.operands import alone, bind, bind_at_once
+from service.outcome import Outcome
 from service.regions import Region
-from service.reply import outcome_headers, stored_document
+from service.reply import outcome_texts, stored_document
 from service.routes.gemm import keep, work_of
 from service.services import Services
 
@@ -68,6 +75,34 @@ _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 _log = logs.Log("local")
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A product that a client asked for: its packet, the memory that it names, and what became of it so far.
+
+    Times are perf_counter's, 0 for what isn't yet. `release` gives memory back; again is no harm.
+    """
+
+    message: Multiply
+    regions: dict[int, Region]
+    request_id: str
+    trace: logs.Trace
+    started: float
+    principal: Principal = ANONYMOUS
+    entered: bool = False
+    request: GemmRequest | None = None
+    decoded: float = 0.0
+    outcome: Outcome | None = None
+    computed: float = 0.0
+
+    def release(self) -> None:
+        """What the work holds besides goes with it."""
+        if self.request is not None:
+            self.request.out.release()
+        for region in self.regions.values():
+            region.release()
+        self.regions = {}
+
+
 class Session:
     """A connection, from Hello to its end. `ended` is called once."""
 
@@ -82,7 +117,7 @@ class Session:
         self._authorization: str | None = None
         self._regions: dict[int, Region] = {}
         self._loans = Loans(services)
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._unsent: deque[bytes] = deque()
         self._reading = self._writing = False
         self._closed = False
@@ -198,8 +233,8 @@ class Session:
         self._reading = self._writing = False
         self._end.close()
         self._unsent.clear()
-        for task in self._running:
-            task.cancel()
+        for running in list(self._running):
+            running.cancel()
         for region in self._regions.values():
             region.release()
         self._regions.clear()
@@ -265,27 +300,29 @@ class Session:
 
     def _begin(self, message: Multiply) -> None:
         """Run a product over what is lent now, whatever the next packet takes back."""
-        pieces = (*message.body, *([message.out] if message.out is not None else []))
-        named = {piece.region for piece in pieces} & self._regions.keys()
-        regions = {number: self._regions[number].hold() for number in named}
+        named = {piece.region for piece in message.body}
+        if message.out is not None:
+            named.add(message.out.region)
+        regions = {number: self._regions[number].hold() for number in named if number in self._regions}
+        request_id = message.request_id[:128] or logs.new_id()
+        asked = _Asked(message, regions, request_id, logs.Trace.take(None), time.perf_counter())
+        if (known := alone(message)) is not None:
+            context = copy_context()
+            context.run(self._begin_at_once, asked, known, context)
+        else:
+            self._run(self._multiply(asked), asked)
 
-        def ran(task: asyncio.Task[None]) -> None:
-            for region in regions.values():
-                region.release()
-
-        self._run(self._multiply(message, regions)).add_done_callback(ran)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _run(self, work: Coroutine[Any, Any, None], asked: _Asked | None = None) -> None:
         """Do it beside what else the session does."""
         task = self._loop.create_task(work)
-
-        def ran(task: asyncio.Task[None]) -> None:
-            self._running.discard(task)
-            self._go_on()
-
         self._running.add(task)
-        task.add_done_callback(ran)
-        return task
+        task.add_done_callback(partial(self._ran, asked))
+
+    def _ran(self, asked: _Asked | None, task: asyncio.Future[Any]) -> None:
+        if asked is not None:
+            asked.release()
+        self._running.discard(task)
+        self._go_on()
 
     async def _borrow(self, message: Borrow) -> None:
         try:
@@ -295,73 +332,132 @@ class Session:
         except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
             self._refuse(message.id, error, "")
 
-    async def _multiply(self, message: Multiply, regions: dict[int, Region]) -> None:
-        """One product, from its packet to its answer, in log and metrics."""
-        started = time.perf_counter()
-        request_id = message.request_id[:128] or logs.new_id()
-        trace = logs.Trace.take(None)
-        token = logs.bind(request_id, trace)
-        status, refused, stage = _CLIENT_LEFT, "client_gone", ""
-        keys = self._services.keys
+    def _begin_at_once(self, asked: _Asked, known: Sent, context: Context) -> None:
+        """A product of the client's memory alone: it is with the worker before the next packet is read.
+
+        No task is made for it, since it waits for nothing but its outcome; `context` is this call's.
+        """
+        logs.bind(asked.request_id, asked.trace)
         try:
-            principal = self._who()
-            principal.require("gemm")
-            keys.enter(principal)
+            self._enter(asked)
+            operands = Operands(self._services, asked.principal.owner, time.monotonic())
             try:
-                product = await self._product(message, regions, principal, request_id)
-            finally:
-                keys.leave(principal)
-            self._send(product)
-            if not self._closed:
-                status, refused = 200, ""
+                with at_stage("decode"):
+                    request = bind_at_once(operands, asked.message, known, asked.regions)
+                work = work_of(self._services, request, asked.principal)
+            except BaseException:
+                operands.release()
+                raise
+            asked.request = request
+            asked.decoded = time.perf_counter()
+            future = self._services.supervisor.begin(work)
         except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
-            problem = self._refuse(message.id, error, request_id)
-            status, refused, stage = problem.status, problem.code, problem.stage
+            self._over(asked, error=error)
+            return
+        self._running.add(future)
+        future.add_done_callback(partial(self._computed, asked, work), context=context)
+
+    def _computed(self, asked: _Asked, work: Work, future: asyncio.Future[Outcome]) -> None:
+        """The outcome of a product that was begun at once is there, or the client has left."""
+        if future.cancelled():
+            self._services.supervisor.withdraw(work)
+            self._over(asked)
+        elif (error := future.exception()) is not None:
+            self._over(asked, error=error)
+        else:
+            try:
+                self._send(self._product(asked, future.result()))
+            except Exception as error:  # As above.
+                self._over(asked, error=error)
+            else:
+                self._over(asked, done=not self._closed)
+        self._ran(None, future)
+
+    async def _multiply(self, asked: _Asked) -> None:
+        """One product, from its packet to its answer, in log and metrics."""
+        token = logs.bind(asked.request_id, asked.trace)
+        try:
+            self._enter(asked)
+            self._send(await self._kept_or_not(asked))
+        except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
+            self._over(asked, error=error)
+        except BaseException:
+            self._over(asked)
+            raise
+        else:
+            self._over(asked, done=not self._closed)
         finally:
-            seconds = time.perf_counter() - started
-            self._services.metrics.request(ROUTE, status, seconds)
-            if refused:
-                self._services.metrics.reject(refused)
-            stages = logs.stages()
-            if self._services.tracer is not None:
-                tell = self._services.tracer.request
-                tell(ROUTE, trace, seconds, stages, {"gemm.status": status}, failed=status >= 500)
+            logs.unbind(token)
+
+    async def _kept_or_not(self, asked: _Asked) -> Product:
+        """A product between stored tensors, or of one that is to be stored."""
+        services = self._services
+        operands = Operands(services, asked.principal.owner, time.monotonic())
+        try:
+            with at_stage("decode"):
+                request = await bind(operands, asked.message, asked.regions)
+            work = work_of(services, request, asked.principal)
+        except BaseException:
+            operands.release()
+            raise
+        asked.request = request
+        asked.decoded = time.perf_counter()
+        outcome = await services.supervisor.submit(work)
+        product = self._product(asked, outcome)
+        if request.out_handle is None:
+            return product
+        entry = await keep(services, request, asked.principal)
+        document = stored_document(request, entry, outcome, asked.request_id)
+        headers = {**product.headers, "etag": f'"{entry.etag}"'}
+        return Product(product.id, headers, msgspec.json.encode(document))
+
+    def _product(self, asked: _Asked, outcome: Outcome) -> Product:
+        """The answer, of which a D that was kept has more to tell."""
+        assert asked.request is not None
+        asked.outcome, asked.computed = outcome, time.perf_counter()
+        out = asked.request.plan.out
+        headers = outcome_texts(outcome)
+        headers["x-request-id"] = asked.request_id
+        headers["x-gemm-shape"] = emit_shape(out.shape)
+        headers["x-gemm-dtype"] = out.dtype
+        return Product(asked.message.id, headers)
+
+    def _enter(self, asked: _Asked) -> None:
+        """Whose product it is; ServiceError where that key may not have it."""
+        principal = self._who()
+        principal.require("gemm")
+        self._services.keys.enter(principal)
+        asked.principal, asked.entered = principal, True
+
+    def _over(self, asked: _Asked, *, done: bool = False, error: BaseException | None = None) -> None:
+        """It was answered, is refused now, or nobody wants it: give all back, then tell log and metrics."""
+        services = self._services
+        status, refused, stage = (200, "", "") if done else (_CLIENT_LEFT, "client_gone", "")
+        if isinstance(error, Exception):
+            problem = self._refuse(asked.message.id, error, asked.request_id)
+            status, refused, stage = problem.status, problem.code, problem.stage
+        if asked.entered:
+            services.keys.leave(asked.principal)
+        asked.release()
+        seconds = time.perf_counter() - asked.started
+        services.metrics.request(ROUTE, status, seconds)
+        if refused:
+            services.metrics.reject(refused)
+        stages = logs.stages()
+        if asked.decoded:
+            decoding = asked.decoded - asked.started
+            services.metrics.took("decode", decoding)
+            if asked.outcome is not None:
+                stages["decode"] = decoding
+                stages.update(asked.outcome.stages(asked.computed - asked.decoded))
+        if services.tracer is not None:
+            tell = services.tracer.request
+            tell(ROUTE, asked.trace, seconds, stages, {"gemm.status": status}, failed=status >= 500)
+        if _log.tells(logging.INFO):
             told = {"refused": refused} if refused else {}
             told |= {"stage": stage} if stage else {}
             took = {f"{stage}_seconds": round(took, 6) for stage, took in stages.items()}
             _log.info("request", route=ROUTE, code=status, seconds=round(seconds, 6), **told, **took)
-            logs.unbind(token)
-
-    async def _product(
-        self, message: Multiply, regions: dict[int, Region], principal: Principal, request_id: str
-    ) -> Product:
-        started = time.perf_counter()
-        services = self._services
-        operands = Operands(services, principal.owner, time.monotonic())
-        try:
-            with at_stage("decode"):
-                request = await bind(operands, message, regions)
-            work = work_of(services, request, principal)
-        except BaseException:
-            operands.release()
-            raise
-        decoded = time.perf_counter()
-        services.metrics.took("decode", decoded - started)
-        try:
-            outcome = await services.supervisor.submit(work)
-            spent = time.perf_counter() - decoded
-            logs.stages().update({"decode": decoded - started, **outcome.stages(spent)})
-            out = request.plan.out
-            headers = {name.decode(): value.decode() for name, value in outcome_headers(outcome)}
-            headers |= {"x-request-id": request_id, "x-gemm-shape": emit_shape(out.shape)}
-            headers["x-gemm-dtype"] = out.dtype
-            if request.out_handle is None:
-                return Product(message.id, headers)
-            entry = await keep(services, request, principal)
-            document = stored_document(request, entry, outcome, request_id)
-            return Product(message.id, {**headers, "etag": f'"{entry.etag}"'}, msgspec.json.encode(document))
-        finally:
-            request.out.release()
 
 
 def check_user(end: socket.socket) -> None:

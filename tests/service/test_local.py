@@ -364,6 +364,23 @@ def test_keys_scopes_and_rates(tmp_path: Path) -> None:
             client.gemm(A, B)
 
 
+def test_a_key_that_is_revoked_ends_what_it_asked_for_before(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    key, token = keys.add(file, "ann", scopes=("gemm",))
+    with running(tmp_path / "data", "--keys-file", str(file)) as one:
+        one.until(lambda: one.http.get("/health/ready").status_code == 200, 60)
+        with Raw(tmp_path / "data", token) as raw:
+            raw.lend().close()
+            assert isinstance(raw.ask(Multiply(2, QUERY, BODY, OUT)), Product)
+            keys.revoke(file, key.id)
+
+            def refused() -> bool:
+                answer = raw.ask(Multiply(3, QUERY, BODY, OUT))
+                return isinstance(answer, RefusedPacket) and refusal(answer)[:2] == (401, "unauthorized")
+
+            one.until(refused, 20)
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -459,6 +476,34 @@ def test_pieces_outside_of_what_was_lent(
         assert (status, code) in {(422, "invalid"), (400, "malformed")}
         assert field == wrong
         assert isinstance(raw.ask(Multiply(6, QUERY, BODY, OUT)), Product)
+        shared.close()
+
+
+def test_what_was_asked_before_is_checked_again(service: Service) -> None:
+    """A query is understood once; the pieces, the memory and the room for D are looked at each time."""
+    with Raw(service.data) as raw:
+        shared = raw.lend()
+
+        def ask(*body: Piece, out: Piece = OUT) -> ToClient:
+            return raw.ask(Multiply(9, QUERY, body, out))
+
+        def code(answer: ToClient) -> str:
+            return refusal(answer)[1]
+
+        for _ in range(2):
+            assert isinstance(ask(*BODY), Product)
+            assert code(ask(BODY[0], Piece(1, 256, 64))) == "malformed"
+            assert code(ask(BODY[0], Piece(1, 256, 64), Piece(1, 1024, 64))) == "malformed"
+            assert code(ask(*BODY, out=Piece(1, 512, 32))) == "invalid"
+            assert code(ask(*BODY, out=Piece(1, 256, 64))) == "invalid", "overlaps B"
+            assert isinstance(ask(*BODY, Piece(1, 1024, 16)), Product), "longer by a bias"
+        assert raw.ask(Unshare(10, 1)) == Done(10)
+        assert refusal(ask(*BODY)) == (422, "invalid", "a")
+        shared.close()
+        shared = raw.lend(nbytes=512)
+        assert refusal(ask(*BODY)) == (422, "invalid", "out"), (
+            "another region of that number, which is smaller"
+        )
         shared.close()
 
 
