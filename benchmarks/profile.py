@@ -3,7 +3,7 @@
 For each such shape ours and the better reference run for a while on their own: NVML tells power, clock and why it
 is held down. Then `ncu`, where it is installed and permitted, counts one launch of each in a process of its own:
 
-    ncu … python -m benchmarks.profile VARIANT LIBRARY DTYPE LAYOUT BATCH M N K     (the child; launches, measures nothing)
+    ncu … python -m benchmarks.profile VARIANT LIBRARY DTYPE LAYOUT BATCH M N K    (the child)
 
 `bound` is a sentence made from these figures: which limit a kernel comes nearest to.
 """
