@@ -188,7 +188,7 @@ def consume(
                 gd,
                 staging,
                 ring,
-                _is_last(t, tiles, work, step),
+                _is_last(t, tiles, work, step, k_tiles),
                 p0,
                 q0,
                 layer,
@@ -256,9 +256,13 @@ def _exchange(
     return kept
 
 
-def _is_last(t: Tiling, tiles: Tiles, work: Int32, step: Int32) -> Boolean:
-    """Whether nothing comes into the ring after this tile."""
-    return Boolean(t.split == 1) & (work + step >= tiles.total)
+def _is_last(t: Tiling, tiles: Tiles, work: Int32, step: Int32, k_tiles: Int32) -> Boolean:
+    """Whether nothing comes into the ring after this tile, and nobody else still reads there.
+
+    In ping-pong the other consumer may, where this tile was too short to fill every stage after it.
+    """
+    last = Boolean(t.split == 1) & (work + step >= tiles.total)
+    return last & (k_tiles >= t.stages) if t.pingpong else last
 
 
 @cute.jit
