@@ -7,8 +7,10 @@ before the body is read. Tensors of binary forms go from the socket into their p
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -377,7 +379,7 @@ class _Decoder(Operands):
                 dtype = given_dtype(tensors)
                 if name in ("c", "bias"):  # cast to the compute type anyway, so nothing is lost on the way
                     dtype = "fp64" if dtype == "fp64" else "fp32"
-                array = await run(partial(numbers.array, operand, dtype, field=name))
+                array = await run(partial(numbers.taken, operand, dtype, field=name))
                 tensors[name], data[name] = Tensor(dtype, array.shape), array
         made = plan(body, tensors, self.limits)
         self.place({name: tensors[name] for name in data}, made)
@@ -559,9 +561,20 @@ async def _run(work: Callable[..., Any], *args: Any) -> Any:
     return work(*args)
 
 
-def parsing() -> asyncio.Semaphore:
-    """This loop's turn to parse a large text."""
+@asynccontextmanager
+async def parsing() -> AsyncIterator[None]:
+    """This loop's turn to parse a large text.
+
+    No garbage is looked for meanwhile: each look would go through all lists of the text, and hold all up.
+    """
     loop = asyncio.get_running_loop()
     if loop not in _turns:
         _turns[loop] = asyncio.Semaphore(1)
-    return _turns[loop]
+    async with _turns[loop]:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import ServiceError
+from service.formats import elsewhere, pieces
 from service.formats.base import MAX_DIMS, Tensor, checked, checked_shape, numpy_dtype
 
 T = TypeVar("T")
@@ -32,6 +33,11 @@ _KINDS = {bool: "true or false", str: "a string", NoneType: "null", dict: "an ob
 #: Elements that one piece of emitted JSON holds: bounds memory and the time the event loop is held.
 PIECE = 16384
 
+#: Elements that are looked at or converted at once.
+RUN = 1 << 16
+#: Bytes of JSON beyond which it is read in pieces.
+LARGE = 1 << 20
+
 _decoder = msgspec.json.Decoder()
 
 #: An escape that may be half of a pair.
@@ -43,7 +49,28 @@ _KEY_END = re.compile(rb'"[ \t\r\n]*:')
 
 
 def loads(text: bytes | bytearray | memoryview) -> Any:
-    """A JSON document, bare NaN, Infinity and numbers beyond fp64 included; a key given twice is refused."""
+    """A JSON document, bare NaN, Infinity and numbers beyond fp64 included; a key given twice is refused.
+
+    A large one is read in pieces: in a thread, it lets others have their turn.
+    """
+    if len(text) > LARGE:
+        try:
+            return pieces.Pieces(memoryview(text), unique, _numbers_slowly).document()
+        except pieces.Whole:
+            if (refused := elsewhere.refusal(memoryview(text))) is not None:
+                raise refused from None
+    return _loads(text)
+
+
+def tell(text: bytes) -> None:
+    """Write the refusal of a text, if there is one, to standard output."""
+    try:
+        _loads(text)
+    except ServiceError as error:
+        print(json.dumps([error.code, error.detail, error.field]))
+
+
+def _loads(text: bytes | bytearray | memoryview) -> Any:
     try:
         document = _decoder.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -89,6 +116,13 @@ def _loads_slowly(text: bytes | bytearray | memoryview) -> Any:
         raise ServiceError("malformed", f"the body isn't JSON: {why(error)}", field="body") from None
 
 
+def _numbers_slowly(piece: bytes) -> Any:
+    """Numbers by the standard parser. ValueError where there is anything else."""
+    if b"\\" in piece:
+        raise ValueError
+    return json.loads(piece, parse_int=_whole)
+
+
 def why(error: Exception) -> str:
     """What keeps a text from being JSON."""
     if isinstance(error, UnicodeError):
@@ -99,19 +133,50 @@ def why(error: Exception) -> str:
 def array(value: Any, dtype: str, *, field: str) -> NDArray[Any]:
     """Nested lists of numbers as an array of `dtype`; ragged or foreign elements are refused by place."""
     shape = shape_of(value, field=field)
-    flat: Any = value
+    flat: Iterable[Any] = value
     for _ in range(len(shape) - 1):
-        flat = list(itertools.chain.from_iterable(flat))
+        flat = itertools.chain.from_iterable(flat)
+    out = np.empty(math.prod(shape), numpy_dtype(dtype))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start, some in _runs(flat):
+            out[start : start + len(some)] = _wide(some, start, shape, field)
+    return out.reshape(shape)
+
+
+def taken(value: list[Any], dtype: str, *, field: str) -> NDArray[Any]:
+    """As `array`; of many, the lists are empty then: their elements went a run at a time, not all at once."""
+    made = array(value, dtype, field=field)
+    if made.size > RUN:
+        _empty(value)
+    return made
+
+
+def _empty(value: list[Any]) -> None:
+    while value:
+        for inner in value[-RUN:]:
+            if type(inner) is list:
+                _empty(inner)
+        del value[-RUN:]
+
+
+def _wide(flat: list[Any], start: int, shape: Sequence[int], field: str) -> NDArray[Any]:
+    """Elements, of which the first is the array's `start`th, as fp64."""
     kinds = set(map(type, flat))
     if not kinds <= {int, float}:
-        _check_elements(flat, shape, field)
+        _check_elements(flat, start, shape, field)
         flat = [SPECIAL[x] if type(x) is str else saturated(x) for x in flat]
     try:
-        wide = np.array(flat, dtype=np.float64)
+        return np.array(flat, dtype=np.float64)
     except OverflowError:
-        wide = np.array([saturated(x) for x in flat], dtype=np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return wide.astype(numpy_dtype(dtype)).reshape(shape)
+        return np.array([saturated(x) for x in flat], dtype=np.float64)
+
+
+def _runs(values: Iterable[T]) -> Iterator[tuple[int, list[T]]]:
+    """Values in runs, each with its place: what is done with one at once holds other threads up."""
+    rest, start = iter(values), 0
+    while some := list(itertools.islice(rest, RUN)):
+        yield start, some
+        start += len(some)
 
 
 def shape_of(value: Any, *, field: str) -> tuple[int, ...]:
@@ -123,7 +188,7 @@ def shape_of(value: Any, *, field: str) -> tuple[int, ...]:
             raise ServiceError(
                 "invalid", f"{field}: ragged: a list and a number stand side by side", field=field
             )
-        lengths = set(map(len, level))
+        lengths = {length for _, some in _runs(level) for length in set(map(len, some))}
         if len(lengths) > 1:
             other = next(index for index, x in enumerate(level) if len(x) != len(level[0]))
             at = _indices(other, shape)
@@ -138,7 +203,7 @@ def shape_of(value: Any, *, field: str) -> tuple[int, ...]:
         first = next((x[0] for x in level if x), None)
         if type(first) is not list:
             break
-        level = list(itertools.chain.from_iterable(level))
+        level = [x for _, some in _runs(itertools.chain.from_iterable(level)) for x in some]
     if any(map(_holds_list, level)):
         raise ServiceError("invalid", f"{field}: ragged: a list and a number stand side by side", field=field)
     return checked_shape(shape, field=field)
@@ -157,7 +222,7 @@ def base64(value: dict[str, Any], *, field: str) -> tuple[Tensor, bytes]:
             field=field,
         )
     try:
-        data = binascii.a2b_base64(text.encode("ascii"), strict_mode=True) if text else b""
+        data = b"".join(_decoded(text))
     except (binascii.Error, UnicodeEncodeError):
         raise ServiceError(
             "invalid", f"{field}: b64 isn't standard base64 with padding", field=field
@@ -167,6 +232,15 @@ def base64(value: dict[str, Any], *, field: str) -> tuple[Tensor, bytes]:
             "invalid", f"{field}: {len(data)} bytes came, the shape has {tensor.nbytes}", field=field
         )
     return tensor, data
+
+
+def _decoded(text: str) -> Iterator[bytes]:
+    """Bytes of base64. binascii.Error, UnicodeEncodeError."""
+    for start in range(0, len(text), 4 * RUN):
+        some = text[start : start + 4 * RUN].encode("ascii")
+        if b"=" in some and start + len(some) < len(text):
+            raise binascii.Error("padding within")
+        yield binascii.a2b_base64(some, strict_mode=True)
 
 
 def dumps(values: NDArray[Any]) -> Iterator[bytes]:
@@ -209,9 +283,9 @@ def _with_strings(value: Any) -> Any:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-def _check_elements(flat: list[Any], shape: tuple[int, ...], field: str) -> None:
+def _check_elements(flat: list[Any], start: int, shape: Sequence[int], field: str) -> None:
     """Refuse the first element that is no number and none by name."""
-    for at, value in enumerate(flat):
+    for at, value in enumerate(flat, start):
         kind = type(value)
         if kind in (int, float) or (kind is str and value in SPECIAL):
             continue
@@ -238,6 +312,8 @@ def _whole(digits: str) -> int | float:
 
 
 def _holds_list(value: list[Any]) -> bool:
+    if len(value) > RUN:
+        return any(list in set(map(type, some)) for _, some in _runs(value))
     return list in set(map(type, value))
 
 

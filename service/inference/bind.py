@@ -67,7 +67,7 @@ async def _array(one: Input) -> Any:
     if len(one.data) < _MANY and not isinstance(next(iter(one.data), None), list):
         array = numbers.array(one.data, tensor.dtype, field=name)
     else:
-        array = await asyncio.to_thread(numbers.array, one.data, tensor.dtype, field=name)
+        array = await asyncio.to_thread(numbers.taken, one.data, tensor.dtype, field=name)
     if array.shape not in (tensor.shape, (Tensor(tensor.dtype, tensor.shape).nbytes // array.itemsize,)):
         raise ServiceError(
             "invalid",

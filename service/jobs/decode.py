@@ -191,7 +191,8 @@ class _Decoder:
                 operands.tensors[name] = self._result(name, operand.step)
                 operands.inputs[name] = Input(step=operand.step)
             elif isinstance(operand, Base64):
-                tensor, data = numbers.base64(operand.model_dump(), field=name)
+                read = partial(numbers.base64, operand.model_dump(), field=name)
+                tensor, data = await asyncio.to_thread(read) if self.size > _THREAD_BYTES else read()
                 operands.tensors[name], operands.data[name] = tensor, memoryview(data)
         for name in NAMES:
             operand = getattr(body, name)
@@ -199,7 +200,7 @@ class _Decoder:
                 dtype = given_dtype(operands.tensors)
                 if name in ("c", "bias"):  # cast to the compute type anyway
                     dtype = "fp64" if dtype == "fp64" else "fp32"
-                convert = partial(numbers.array, operand, dtype, field=name)
+                convert = partial(numbers.taken, operand, dtype, field=name)
                 array = await asyncio.to_thread(convert) if self.size > _THREAD_BYTES else convert()
                 operands.tensors[name] = Tensor(dtype, array.shape)
                 operands.data[name] = array.reshape(-1).view("u1").data
