@@ -22,6 +22,39 @@ REGISTERS = """
     .reg .b128 %q<4>;
 """
 
+#: D's 64 columns of tensor memory from %r10 on go to the first array, a row a thread; for `str.format`.
+STORE_D = """
+    shl.b32 %r12, %r2, 21; add.s32 %r12, %r12, %r10; mov.b32 %r13, 0;
+    $L: add.s32 %r14, %r12, %r13;
+    tcgen05.ld.sync.aligned.32x32b.x2.b32 {{%r30, %r31}}, [%r14];
+    tcgen05.wait::ld.sync.aligned;
+    shl.b32 %r15, %r0, 6; add.s32 %r15, %r15, %r13; mul.wide.u32 %d22, %r15, 4; add.s64 %d22, %d22, %d0;
+    st.global.v2.b32 [%d22], {{%r30, %r31}};
+    add.s32 %r13, %r13, 2; setp.lt.u32 %p6, %r13, 64; @%p6 bra $L;
+    bar.sync 0; @%p2 bra $END;
+"""
+
+
+def stage(nbytes: int, columns: int, fence: str) -> str:
+    """128 threads copy the second array to shared memory (%r1), and %r10 becomes `columns` of tensor memory.
+
+    %r9 is a barrier for one arrival; %p2 holds in all warps but the first.
+    """
+    return f"""
+    mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
+    $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
+    add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
+    add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, {nbytes}; @%p1 bra $C;
+    {fence}
+    shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1;
+    add.s32 %r8, %r1, {nbytes}; add.s32 %r9, %r1, {nbytes + 16};
+    setp.ne.u32 %p2, %r2, 0; @%p2 bra $READY;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], {columns};
+    elect.sync %r21|%p3, -1; @!%p3 bra $READY;
+    mbarrier.init.shared.b64 [%r9], 1;
+    $READY: bar.sync 0; ld.shared.b32 %r10, [%r8];
+"""
+
 
 def module(body: str, params: int, *, target: str = "sm_100a") -> str:
     """A kernel with `params` 64-bit parameters, their addresses in %d0, %d1, …; %r0 is %tid.x."""

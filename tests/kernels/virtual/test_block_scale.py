@@ -8,22 +8,14 @@ import pytest
 
 from kernels.virtual.launch import EARLY, LATE, Schedule
 from kernels.virtual.report import Run
-from tests.kernels.virtual.snippet import execute, good, kinds
+from tests.kernels.virtual.snippet import STORE_D, execute, good, kinds, stage
 from tests.kernels.virtual.test_tensor import descriptor, staged
 
 A_AT, B_AT, SFA_AT, SFB_AT = 1024, 17408, 25600, 26112
-BODY = """
-    mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
-    $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
-    add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
-    add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, 25600; @%p1 bra $C;
-    fence.proxy.async.shared::cta;
-    shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1; add.s32 %r8, %r1, 25600; add.s32 %r9, %r1, 25616;
-    setp.ne.u32 %p2, %r2, 0; @%p2 bra $READY;
-    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 128;
-    elect.sync %r21|%p3, -1; @!%p3 bra $READY;
-    mbarrier.init.shared.b64 [%r9], 1;
-    $READY: bar.sync 0; ld.shared.b32 %r10, [%r8]; add.s32 %r16, %r10, 64; add.s32 %r17, %r10, 68;
+BODY = (
+    stage(25600, 128, "fence.proxy.async.shared::cta;")
+    + """
+    add.s32 %r16, %r10, 64; add.s32 %r17, %r10, 68;
     @%p2 bra $LOAD;
     elect.sync %r21|%p3, -1; @!%p3 bra $LOAD;
     mov.b64 %d30, {a}; mov.b64 %d31, {b}; mov.b64 %d32, {sfa}; mov.b64 %d33, {sfb};
@@ -33,17 +25,13 @@ BODY = """
     tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];
     $LOAD:
     $W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0; @!%p9 bra $W;
-    shl.b32 %r12, %r2, 21; add.s32 %r12, %r12, %r10; mov.b32 %r13, 0;
-    $L: add.s32 %r14, %r12, %r13;
-    tcgen05.ld.sync.aligned.32x32b.x2.b32 {{%r30, %r31}}, [%r14];
-    tcgen05.wait::ld.sync.aligned;
-    shl.b32 %r15, %r0, 6; add.s32 %r15, %r15, %r13; mul.wide.u32 %d22, %r15, 4; add.s64 %d22, %d22, %d0;
-    st.global.v2.b32 [%d22], {{%r30, %r31}};
-    add.s32 %r13, %r13, 2; setp.lt.u32 %p6, %r13, 64; @%p6 bra $L;
-    bar.sync 0; @%p2 bra $END;
+"""
+    + STORE_D
+    + """
     tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 128;
     $END:
 """
+)
 COPY = """tcgen05.cp.cta_group::1.32x128b.warpx4 [%r16], %d32;
     tcgen05.cp.cta_group::1.32x128b.warpx4 [%r17], %d33;"""
 SHAPE = (64 >> 3) << 17 | (128 >> 7) << 27

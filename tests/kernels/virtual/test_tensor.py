@@ -9,7 +9,7 @@ import pytest
 from kernels.virtual.launch import EARLY, LATE, Schedule
 from kernels.virtual.report import Run
 from kernels.virtual.tensormap import swizzle
-from tests.kernels.virtual.snippet import execute, good, kinds
+from tests.kernels.virtual.snippet import STORE_D, execute, good, kinds, stage
 
 SCHEDULES = [EARLY, LATE, Schedule("random", 2)]
 
@@ -29,18 +29,9 @@ def descriptor(offset: int) -> int:
 
 A_AT, B_AT = 1024, 1024 + 128 * 128
 IDESC = 1 << 4 | (64 >> 3) << 17 | (128 >> 4) << 24  # fp16, fp32 accumulator, 128 x 64
-COPY = """
-    mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
-    $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
-    add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
-    add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, 24576; @%p1 bra $C;
-    {fence}
-    shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1; add.s32 %r8, %r1, 24576; add.s32 %r9, %r1, 24592;
-    setp.ne.u32 %p2, %r2, 0; @%p2 bra $READY;
-    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 64;
-    elect.sync %r21|%p3, -1; @!%p3 bra $READY;
-    mbarrier.init.shared.b64 [%r9], 1;
-    $READY: bar.sync 0; ld.shared.b32 %r10, [%r8];
+COPY = (
+    stage(24576, 64, "{fence}")
+    + """
     @%p2 bra $LOAD;
     elect.sync %r21|%p3, -1; @!%p3 bra $LOAD;
     mov.b64 %d30, {a}; mov.b64 %d31, {b}; mov.b32 %r11, {idesc}; setp.ne.u32 %p4, %r1, %r1; setp.eq.u32 %p5, %r1, %r1;
@@ -50,17 +41,13 @@ COPY = """
     $LOAD:
     {wait}
     tcgen05.fence::after_thread_sync;
-    shl.b32 %r12, %r2, 21; add.s32 %r12, %r12, %r10; mov.b32 %r13, 0;
-    $L: add.s32 %r14, %r12, %r13;
-    tcgen05.ld.sync.aligned.32x32b.x2.b32 {{%r30, %r31}}, [%r14];
-    tcgen05.wait::ld.sync.aligned;
-    shl.b32 %r15, %r0, 6; add.s32 %r15, %r15, %r13; mul.wide.u32 %d22, %r15, 4; add.s64 %d22, %d22, %d0;
-    st.global.v2.b32 [%d22], {{%r30, %r31}};
-    add.s32 %r13, %r13, 2; setp.lt.u32 %p6, %r13, 64; @%p6 bra $L;
-    bar.sync 0; @%p2 bra $END;
+"""
+    + STORE_D
+    + """
     {free}
     $END:
 """
+)
 PARTS = {
     "fence": "fence.proxy.async.shared::cta;",
     "wait": "$W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0; @!%p9 bra $W;",
