@@ -29,7 +29,7 @@ from kernels.hopper.epilogue import (
 )
 from kernels.hopper.marks import Mark, mark, nothing
 from kernels.hopper.pipeline import PipelineState, Tiles, release, wait_empty, wait_full
-from kernels.hopper.tilings import STAGING_BYTES, TILE_K, Tiling
+from kernels.hopper.tilings import STAGING_BYTES, TILE_K
 
 __all__ = ["consume", "drain_any", "multiply", "reduce"]
 
@@ -182,13 +182,10 @@ def consume(
                 whole,
                 out,
                 written,
-                sx,
                 sd,
                 tma_d,
                 gd,
                 staging,
-                ring,
-                _is_last(t, tiles, work, step, k_tiles),
                 p0,
                 q0,
                 layer,
@@ -256,27 +253,15 @@ def _exchange(
     return kept
 
 
-def _is_last(t: Tiling, tiles: Tiles, work: Int32, step: Int32, k_tiles: Int32) -> Boolean:
-    """Whether nothing comes into the ring after this tile, and nobody else still reads there.
-
-    In ping-pong the other consumer may, where this tile was too short to fill every stage after it.
-    """
-    last = Boolean(t.split == 1) & (work + step >= tiles.total)
-    return last & (k_tiles >= t.stages) if t.pingpong else last
-
-
 @cute.jit
 def _drain_tma(
     t: cutlass.Constexpr,
     out: cutlass.Constexpr,
     acc: cute.Tensor,
-    sx: cute.Tensor,
     sd: Any,
     tma_d: Any,
     gd: Any,
     staging: Int32,
-    ring: Int32,
-    last: Boolean,
     p0: Int32,
     q0: Int32,
     layer: Int32,
@@ -285,11 +270,7 @@ def _drain_tma(
     buffer: Int32,
     alpha: Float32,
 ) -> Int32:
-    """Accumulator → staged tiles → TMA stores, two in flight; returns which buffer is next.
-
-    After the last tile of a block its ring is empty: the stages' parts of X that only this consumer has read take all
-    of D at once, and nobody waits for a store to have read what it stores.
-    """
+    """Accumulator → staged tiles → TMA stores, two in flight; returns which buffer is next."""
     parts = 1 if t.pingpong else t.consumers
     width = TILE_BYTES // 64 // (out.width // 8)
     pieces = cute.local_tile(gd, (64, width), (None, None, None))
@@ -297,37 +278,17 @@ def _drain_tma(
         tma_d, 0, cute.make_layout(1), cute.group_modes(sd, 0, 2), cute.group_modes(pieces, 0, 2)
     )
     warp = cute.arch.make_warp_uniform(thread // 32)
-    across = t.q // width
-    count = t.p // 64 // parts * across
-    roomy = t.split == 1 and count > 1 and count <= t.stages * (t.p // 64 // parts)
-    at_once = Boolean(False)
-    if cutlass.const_expr(roomy):
-        at_once = last
-    if at_once:
-        spare = _spare_tiles(t, out, sx, width)
-        rs, _ = cpasync.tma_partition(
-            tma_d, 0, cute.make_layout(1), cute.group_modes(spare, 0, 2), cute.group_modes(pieces, 0, 2)
-        )
-        consumer_barrier(consumer)  # all warps have read the ring
-        for number in cutlass.range_constexpr(count):
-            tile = ring + _spare(t, number, parts, consumer) * TILE_BYTES
-            _put(tile, acc, number // across, number % across, thread, alpha, out)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        consumer_barrier(consumer)
-        if warp == 0:
-            for number in cutlass.range_constexpr(count):
-                where = (None, p0 // 64 + number // across * parts, q0 // width + number % across, layer)
-                slot = _spare(t, number, parts, consumer)
-                cute.copy(tma_d, rs[(None, slot)], dg[where], cache_policy=Int64(EVICT_FIRST))
-            cute.arch.cp_async_bulk_commit_group()
-    else:
-        for number in cutlass.range_constexpr(count):
-            row, column = number // across, number % across
+    for row in cutlass.range_constexpr(t.p // 64 // parts):
+        for column in cutlass.range_constexpr(t.q // width):
             slot = consumer * 2 + buffer
+            tile = staging + slot * TILE_BYTES
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             consumer_barrier(consumer)
-            _put(staging + slot * TILE_BYTES, acc, row, column, thread, alpha, out)
+            if cutlass.const_expr(out.width == 16):
+                put_half(tile, acc, row, column * 8, thread, alpha, out)
+            else:
+                put_fp32(tile, acc, row, column * 4, thread, alpha)
             cute.arch.fence_proxy("async.shared", space="cta")
             consumer_barrier(consumer)
             if warp == 0:
@@ -336,30 +297,6 @@ def _drain_tma(
                 cute.arch.cp_async_bulk_commit_group()
             buffer = buffer ^ 1
     return buffer
-
-
-def _spare_tiles(t: Tiling, out: Any, sx: cute.Tensor, width: int) -> cute.Tensor:
-    """What the ring holds of X, as tiles of D: 64 rows of a stage are as many bytes as TMA stores at a time."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, out)
-    layout = cute.tile_to_shape(atom, (64, width, t.stages * (t.p // 64)), order=(0, 1, 2))
-    return cute.make_tensor(cute.recast_ptr(sx.iterator, layout.inner, dtype=out), layout.outer)
-
-
-def _spare(t: Tiling, number: int, parts: int, consumer: Int32) -> Int32:
-    """The tile of the ring that a consumer's piece `number` goes to: of each stage, the rows that it alone has read."""
-    each = t.p // 64 // parts
-    first = Int32(0) if t.pingpong else consumer
-    return first + number // each * (t.p // 64) + number % each * parts
-
-
-def _put(
-    tile: Int32, acc: cute.Tensor, row: int, column: int, thread: Int32, alpha: Float32, out: Any
-) -> None:
-    """A piece of the accumulator as a staged tile."""
-    if out.width == 16:
-        put_half(tile, acc, row, column * 8, thread, alpha, out)
-    else:
-        put_fp32(tile, acc, row, column * 4, thread, alpha)
 
 
 @cute.jit

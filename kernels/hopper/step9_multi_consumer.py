@@ -7,14 +7,13 @@ Why faster  a tile of 128×256 brings 85 FLOPs a byte from L2 with its B multica
 Costs       one block an SM; a tile's epilogue is not hidden by another tile's product, except in ping-pong.
 Roles       warpgroup 0: producer, 40 registers: warp 0 loads by TMA, the others idle. Warpgroups 1, 2:
             consumers, 232 registers: wgmma m64·q·k16, one group in flight, then the epilogue, while the
-            producer already fills the ring with the next tile; after the last tile D leaves through the
-            ring, all at once. With one consumer nothing is moved.
+            producer already fills the ring with the next tile. With one consumer nothing is moved.
 Barriers    full[s], empty[s]: see pipeline.py. Named, of one consumer: 10 + consumer, 128 threads, twice a
-            staged tile (it is free; it is written), after the last tile twice for all of it. Of all: 9,
-            before split-K reuses the ring; 12 + consumer, 256 threads: its turn, in ping-pong and where
-            consumer 1 lags. Cluster: barriers are initialized; split-K's parts are there; nobody signals or
-            reads a peer any more. inbox[consumer], of two blocks that divide K: 1 arrival and the bytes of
-            half a tile, which the peer sends (consumer.py).
+            staged tile (it is free; it is written). Of all: 9, before split-K reuses the ring;
+            12 + consumer, 256 threads: its turn, in ping-pong and where consumer 1 lags. Cluster: barriers
+            are initialized; split-K's parts are there; nobody signals or reads a peer any more.
+            inbox[consumer], of two blocks that divide K: 1 arrival and the bytes of half a tile, which the
+            peer sends (consumer.py).
 Shared      128×256, 2×1: 4 × 49,152 B + 2 consumers × 2 tiles × 8,192 B = 229,376 B, and barriers 64 B.
 Files       this one: what is launched; producer.py and consumer.py: the roles; pipeline.py, epilogue.py.
 Limits      16-bit inputs that TMA can address; what it can't is packed by the launcher.
