@@ -44,7 +44,8 @@ Ask = Callable[[], float]
 # -- what waking costs ------------------------------------------------------------------------------------------
 
 
-def _echo(end: socket.socket, awake: bool) -> None:
+def _echo(end: socket.socket, other: socket.socket, awake: bool) -> None:
+    other.close()  # or the end of it is never seen here
     flags = socket.MSG_DONTWAIT if awake else 0
     while True:
         try:
@@ -62,7 +63,7 @@ def wake_ups(rounds: int = 500) -> Row:
     row: Row = {"name": "a byte to another process and back"}
     for awake in (False, True):
         ours, theirs = socket.socketpair()
-        process = multiprocessing.get_context("fork").Process(target=_echo, args=(theirs, awake), daemon=True)
+        process = multiprocessing.get_context("fork").Process(target=_echo, args=(theirs, ours, awake), daemon=True)
         process.start()
         theirs.close()
         times = []

@@ -82,6 +82,7 @@ def test_alone_and_in_a_group_the_bits_are_the_same(gpu: Any) -> None:
         assert torch.equal(d, kernels.gemm(x, y))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_it_may_not_be_captured(gpu: Any) -> None:
     from kernels.runtime import NotLoaded
 
