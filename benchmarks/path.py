@@ -63,7 +63,9 @@ def wake_ups(rounds: int = 500) -> Row:
     row: Row = {"name": "a byte to another process and back"}
     for awake in (False, True):
         ours, theirs = socket.socketpair()
-        process = multiprocessing.get_context("fork").Process(target=_echo, args=(theirs, ours, awake), daemon=True)
+        process = multiprocessing.get_context("fork").Process(
+            target=_echo, args=(theirs, ours, awake), daemon=True
+        )
         process.start()
         theirs.close()
         times = []
