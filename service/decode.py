@@ -230,7 +230,11 @@ class Operands:
 
     def bound_total(self, nbytes: int) -> None:
         """Bound a body whose length only its shapes tell."""
-        _bound_total(nbytes, self.limits.max_body_bytes)
+        limit = self.limits.max_body_bytes
+        if nbytes > limit:
+            raise ServiceError(
+                "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
+            )
 
     def place(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
         """Take memory for the operands, one slot, and for D, another."""
@@ -310,14 +314,19 @@ class _Decoder(Operands):
         """A‖B‖C‖bias, each as long as the query says."""
         fields = query_fields(query)
         self.transfer.bound(self.limits.max_body_bytes)
-        tensors = await self.pin_references(fields)
-        length, limits = self.transfer.content_length, _RawLimits.of(self.limits)
-        if tensors:
-            here, made = _raw_plan(fields, tensors, length, limits)
+        length = self.transfer.content_length
+        known = sent(query, length)
+        if known is not None:
+            here = known.here
+            self._check_length(fields, {}, here, length)
+            made, params = planned(known, self.most)
         else:
-            here, made = _raw_plan_of_query(query, length, limits)
+            tensors = await self.pin_references(fields)
+            here = raw_tensors(fields, tensors, length)
+            self._check_length(fields, tensors, here, length)
+            made, params = plan(fields, {**tensors, **here}, self.limits), None
         await self._receive(here, made)
-        return self.request(fields, made, "raw", handle_in(fields.out))
+        return self.request(fields, made, "raw", handle_in(fields.out), params)
 
     async def from_safetensors(self, query: bytes) -> GemmRequest:
         """A header, then the tensors in any order."""
@@ -396,6 +405,24 @@ class _Decoder(Operands):
         await self.transfer.receive_into(*self._runs(tensors))
         await self.transfer.finish()
 
+    def _check_length(
+        self,
+        fields: GemmQuery,
+        pinned: Mapping[str, Tensor],
+        here: Mapping[str, Tensor],
+        length: int | None,
+    ) -> None:
+        """A body of `length` has the tensors that the query says are in it, and nothing more."""
+        total = sum([tensor.nbytes for tensor in here.values()])
+        self.bound_total(total)
+        if length is None or length == total:
+            return
+        parts = ", ".join(f"{name} {tensor.nbytes}" for name, tensor in here.items())
+        told = f"the body has {length} bytes, the shapes in the query take {total} ({parts})"
+        if length > total and "bias" not in here and (bias := _bias_of(fields, {**pinned, **here})):
+            told += f"; a bias of {bias.shape[0]} × {bias.dtype} would take {bias.nbytes} more"
+        raise ServiceError("malformed", told, field="body")
+
     def _runs(self, names: Iterable[str]) -> list[memoryview]:
         """Where these go, one after the other: as few pieces as their places allow, since each is a read of its own."""
         runs: list[tuple[int, int]] = []
@@ -405,49 +432,6 @@ class _Decoder(Operands):
                 start, _ = runs.pop()
             runs.append((start, end))
         return [self.services.slots.arena.view(start, end - start) for start, end in runs]
-
-
-class _RawLimits(NamedTuple):
-    """Bounds of a raw body and its product, fit to be a key."""
-
-    max_body_bytes: int
-    max_output_bytes: int
-    max_flops: float
-
-    @classmethod
-    def of(cls, limits: BodyLimits) -> _RawLimits:
-        return cls(limits.max_body_bytes, limits.max_output_bytes, limits.max_flops)
-
-
-@lru_cache(512)  # clients send few different queries, many times
-def _raw_plan_of_query(
-    query: bytes, length: int | None, limits: _RawLimits
-) -> tuple[Mapping[str, Tensor], Plan]:
-    """Where the body has all operands."""
-    return _raw_plan(query_fields(query), {}, length, limits)
-
-
-def _raw_plan(
-    fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | None, limits: _RawLimits
-) -> tuple[Mapping[str, Tensor], Plan]:
-    """The tensors in a body of `length`, and their product with those that are pinned."""
-    here = raw_tensors(fields, pinned, length)
-    total = sum(tensor.nbytes for tensor in here.values())
-    _bound_total(total, limits.max_body_bytes)
-    if length is not None and length != total:
-        parts = ", ".join(f"{name} {tensor.nbytes}" for name, tensor in here.items())
-        told = f"the body has {length} bytes, the shapes in the query take {total} ({parts})"
-        if length > total and "bias" not in here and (bias := _bias_of(fields, {**pinned, **here})):
-            told += f"; a bias of {bias.shape[0]} × {bias.dtype} would take {bias.nbytes} more"
-        raise ServiceError("malformed", told, field="body")
-    return here, plan(fields, {**pinned, **here}, limits)
-
-
-def _bound_total(nbytes: int, limit: int) -> None:
-    if nbytes > limit:
-        raise ServiceError(
-            "too_large", f"tensors of {nbytes} bytes are above the limit", field="body", limit=limit
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
