@@ -133,6 +133,11 @@ def latency(rounds: int) -> Iterator[Row]:
 
 def kernel_seconds(size: int) -> float:
     """Median seconds of the product alone, by events, inputs rotated past L2."""
+    return statistics.median(kernel_times(size, 40)[5:])
+
+
+def kernel_times(size: int, count: int) -> list[float]:
+    """Seconds of each of so many products in this process, by events, which its launch is part of."""
     import torch
 
     from kernels import gemm
@@ -140,7 +145,7 @@ def kernel_seconds(size: int) -> float:
     sets = [tuple(torch.randn(size, size, device="cuda").half() for _ in range(2)) for _ in range(4)]
     out = torch.empty(size, size, device="cuda", dtype=torch.float16)
     times = []
-    for turn in range(40):
+    for turn in range(count):
         a, b = sets[turn % 4]
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
@@ -148,7 +153,7 @@ def kernel_seconds(size: int) -> float:
         ended.record()
         ended.synchronize()
         times.append(begun.elapsed_time(ended) / 1e3)
-    return statistics.median(times[5:])
+    return times
 
 
 def ipc(rounds: int) -> Iterator[Row]:
@@ -167,13 +172,15 @@ def ipc(rounds: int) -> Iterator[Row]:
                 for _ in range(20):
                     client.gemm(a, b, out=d, batch_invariant=False)
                 torch.testing.assert_close(d[:64].double(), a[:64].double() @ b.double(), rtol=1e-2, atol=1.0)
-                times = []
+                times, alone = [], []
                 first = metrics(port)
-                for _ in range(rounds * 30):
-                    began = time.perf_counter()
-                    client.gemm(a, b, out=d, batch_invariant=False)
-                    times.append(time.perf_counter() - began)
-                kernel = kernel_seconds(size)
+                for _ in range(rounds):  # in turns: the GPU's clock is not the same from one second to the next
+                    for _ in range(30):
+                        began = time.perf_counter()
+                        client.gemm(a, b, out=d, batch_invariant=False)
+                        times.append(time.perf_counter() - began)
+                    alone += kernel_times(size, 20)[5:]
+                kernel = statistics.median(alone)
                 yield {
                     "name": f"Client.gemm {size}³ fp16 by CUDA IPC, D into the client's memory",
                     "p50_seconds": statistics.median(times),
