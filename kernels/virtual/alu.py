@@ -356,8 +356,9 @@ def _setp(e: Emit, i: Instr) -> None:
 
 
 _UNARY = {
-    "ex2": "np.exp2({x})", "lg2": "np.log2({x})", "rcp": "rcp({x})", "rsqrt": "rcp(np.sqrt({x}))",
-    "sqrt": "np.sqrt({x})", "sin": "np.sin({x})", "cos": "np.cos({x})", "tanh": "np.tanh({x})",
+    "ex2": "smooth(np.exp2, {x})", "lg2": "smooth(np.log2, {x})", "rcp": "rcp({x})", "rsqrt": "rcp(np.sqrt({x}))",
+    "sqrt": "np.sqrt({x})", "sin": "smooth(np.sin, {x})", "cos": "smooth(np.cos, {x})",
+    "tanh": "smooth(np.tanh, {x})",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from kernels.virtual.issue import Issue
+from kernels.virtual.lanes import dot
 from kernels.virtual.mma import F8_TYPES, MmaMixin
 from kernels.virtual.operands import K_BYTES, unpacked
 from kernels.virtual.report import Fault
@@ -65,7 +66,7 @@ class BlockScaleMixin(MmaMixin):
             sign = -1 if (idesc >> 13 ^ idesc >> 14) & 1 else 1
             for cta, rows, factor in zip(ctas, left, right, strict=True):
                 group._accumulate(
-                    cta, d, sign * (rows @ factor.T), bool(accumulate), issue, split=split, half=False
+                    cta, d, sign * dot(rows, factor), bool(accumulate), issue, split=split, half=False
                 )
 
         work = ("mma", m, n, 2 * K_BYTES if packed else K_BYTES, pair)

@@ -366,6 +366,23 @@ def _to_int(value: Any, target: str, mode: str) -> Any:
     return np.array(out, (SIGNED if target[0] == "s" else UNSIGNED)[width])
 
 
+def dot(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """left · rightᵀ in fp32, rounded once from fp64, where the products of one instruction mostly add up exactly.
+
+    BLAS in fp32 adds in an order that depends on the shape: an element's bits would differ from tiling to tiling.
+    """
+    product: np.ndarray = left.astype(f64) @ right.astype(f64).T
+    return product.astype(f32)
+
+
+def smooth(function: Callable[[Any], Any], x: Any) -> Any:
+    """A transcendental function in fp32, rounded from fp64.
+
+    numpy's own in fp32 differ in the last bit with an element's place in the array: vector code takes some, not all.
+    """
+    return function(np.asarray(x, f64)).astype(f32)
+
+
 def rcp(x: Any) -> Any:
     """1/x."""
     return (f32(1) / x).astype(f32) if isinstance(x, np.ndarray) else f32(1) / x

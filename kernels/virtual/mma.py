@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from kernels.virtual.issue import Issue
+from kernels.virtual.lanes import dot
 from kernels.virtual.operands import K_BYTES
 from kernels.virtual.report import Fault
 from kernels.virtual.tmem import FREES, LANES, TmemMixin
@@ -91,7 +92,7 @@ class MmaMixin(TmemMixin):
     ) -> None:  # fmt: skip
         """The product of what each CTA supplies of A and B, into the accumulators of all."""
         pair = len(ctas)
-        product = np.concatenate(left) @ np.concatenate(right).T if pair == 2 else left[0] @ right[0].T
+        product = dot(np.concatenate(left), np.concatenate(right)) if pair == 2 else dot(left[0], right[0])
         if (idesc >> 13 ^ idesc >> 14) & 1:  # one of the two is negated
             product = -product
         for index, cta in enumerate(ctas):

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from kernels.virtual.issue import Issue
+from kernels.virtual.lanes import dot
 from kernels.virtual.operands import K_BYTES, OperandMixin
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class WgmmaMixin(OperandMixin):
             quarter = self.warp.index % 4
             left = whole[16 * quarter : 16 * quarter + 16]
         right = self._operand(self.cta, self._one(b), n, dtype, bool(trans_b), issue)
-        product = left @ right.T
+        product = dot(left, right)
         if sign < 0:
             product = -product
         if types[0] != "f32":

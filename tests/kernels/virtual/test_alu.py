@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kernels.virtual import lanes
 from kernels.virtual.emit import Unknown
 from kernels.virtual.translate import translate
 from tests.kernels.virtual.snippet import each_lane, execute, good, module
@@ -227,3 +228,18 @@ def test_two_fp32_become_fp4_clamped() -> None:
     expected = np.clip(high, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     np.testing.assert_array_equal(values[out >> 4], expected)
     np.testing.assert_array_equal(values[out & 15], np.where(np.isnan(low), 6.0, 2.0))
+
+
+def test_an_elements_bits_do_not_depend_on_the_shape_of_its_product() -> None:
+    random = np.random.default_rng(3)
+    for k in (16, 32):
+        x, y = (random.standard_normal((n, k)).astype(np.float16).astype(np.float32) for n in (64, 256))
+        whole = lanes.dot(x, y)
+        for m, n in ((16, 8), (64, 24), (5, 256), (1, 1)):
+            np.testing.assert_array_equal(lanes.dot(x[-m:], y[-n:]), whole[-m:, -n:])
+
+
+def test_an_elements_bits_do_not_depend_on_its_lane() -> None:
+    x = np.random.default_rng(4).standard_normal(32).astype(np.float32)
+    for function in (np.exp2, np.sin, np.cos, np.tanh):
+        np.testing.assert_array_equal([lanes.smooth(function, each) for each in x], lanes.smooth(function, x))
