@@ -9,6 +9,16 @@ from typing import Any
 class GemmError(Exception):
     """Base of all that this client raises about the service; wrong arguments are ValueError and TypeError."""
 
+    def __reduce__(self) -> Any:
+        """So that it crosses to another process, whatever it was made with."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[GemmError], args: tuple[Any, ...], fields: dict[str, Any]) -> GemmError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
 
 class ConnectionFailed(GemmError):
     """No reply came. `sent` tells whether the service may have seen the request."""

@@ -208,7 +208,7 @@ class LocalConnection:
         for part in call.parts:
             pieces.append((yield from self._lent(part)))
         out = None
-        if call.into is not None:
+        if call.into is not None and nbytes_of(call.into):  # a D without bytes has its place where copies go
             out = yield from self._lent(call.into)
         if out is not None and any(_overlap(out, piece) for piece in pieces if piece is not None):
             out = None  # D would be written while they are read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import pickle
 import shutil
 import socket
 import ssl
@@ -33,6 +34,7 @@ from service.client import (
     Retries,
     Step,
     TimedOut,
+    errors,
     jobs,
 )
 
@@ -698,3 +700,18 @@ def test_both_clients_are_made_alike() -> None:
         return found
 
     assert parameters(Client) == parameters(AsyncClient)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Invalid(422, "invalid", "must be positive", field="m", limit=3, request_id="r"),
+        errors.Busy(503, "unavailable", "not now", retry_after=2.0),
+        errors.TimedOut("no reply", sent=True),
+        errors.JobFailed("it failed", {"id": "j"}),
+        errors.GemmError("odd"),
+    ],
+)
+def test_a_failure_crosses_to_another_process(error: errors.GemmError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
+import itertools
 import os
 import signal
 import socket
@@ -212,8 +213,16 @@ def test_an_out_that_does_not_fit_is_a_value_error(client: Client) -> None:
     assert close(client.gemm(A, B, out=client.empty((SIDE, SIDE))))
 
 
-def test_empty_products(client: Client) -> None:
+@pytest.mark.parametrize("lent", [False, True])
+def test_empty_products(client: Client, lent: bool) -> None:
     a = client.empty((SIDE, 0))
+    for m, n, k in itertools.product((0, 1, SIDE), repeat=3):
+        x, y, d = (
+            client.empty(shape) if lent else np.zeros(shape, np.float32) for shape in ((m, k), (k, n), (m, n))
+        )
+        x[:], d[:] = 1, np.nan
+        assert client.gemm(x, y, out=d) is d
+        assert (d == 0).all()
     assert client.gemm(a, client.empty((0, 5))).tolist() == np.zeros((SIDE, 5)).tolist()
     assert client.gemm(np.zeros((0, 70000), np.float32), np.zeros((70000, 3), np.float32)).shape == (0, 3)
 
