@@ -3,9 +3,9 @@
     python -m benchmarks.candidates [--dtype fp16] [--dtype bf16] [--only TEXT] [--machine h200] [--out DIR]
 
 For each shape below its goal, and each that a candidate is meant for: what the selector chooses, the next of the
-family by estimate, the candidates, full grids, all raced as in the suite: D checked first,
-bursts in turn, sustained blocks forth and back (which count). A ratio is the faster of cuBLAS and cuBLASLt over it.
-What gains is then moved from CANDIDATES to FAMILY (kernels/hopper/tilings.py). Both types take about 150 s.
+family by estimate, the candidates, full grids, all raced as in the suite: D checked first, bursts in turn, sustained
+blocks forth and back (which count). A ratio is the faster of cuBLAS and cuBLASLt over it.
+What gains is then moved from CANDIDATES to FAMILY (kernels/hopper/tilings.py).
 
 First each tiling multiplies with one cluster on an idle chip, where neither L2 nor the power cap holds it back: two
 lengths of K tell the cycles that a block of 64 along K takes, beside those that the tensor cores need for it.

@@ -174,9 +174,8 @@ def ipc(rounds: int) -> Iterator[Row]:
                 torch.testing.assert_close(d[:64].double(), a[:64].double() @ b.double(), rtol=1e-2, atol=1.0)
                 times, alone = [], []
                 first = metrics(port)
-                for _ in range(
-                    rounds
-                ):  # in turns: the GPU's clock is not the same from one second to the next
+                # In turns: the GPU's clock is not the same from one second to the next.
+                for _ in range(rounds):
                     for _ in range(30):
                         began = time.perf_counter()
                         client.gemm(a, b, out=d, batch_invariant=False)

@@ -441,7 +441,6 @@ class Sent:
     fields: GemmQuery
     here: Mapping[str, Tensor]
     sizes: list[int]
-    nbytes: int
 
 
 @lru_cache(maxsize=512)  # clients ask few different products, many times; see query_fields
@@ -451,8 +450,7 @@ def sent(query: bytes, length: int | None) -> Sent | None:
     if any(handle_in(getattr(fields, name)) is not None for name in NAMES):
         return None
     here = raw_tensors(fields, {}, length)
-    sizes = [tensor.nbytes for tensor in here.values()]
-    return Sent(fields, here, sizes, sum(sizes))
+    return Sent(fields, here, [tensor.nbytes for tensor in here.values()])
 
 
 @lru_cache(maxsize=512)

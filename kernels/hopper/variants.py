@@ -27,10 +27,9 @@ LARGEST = 2**31 - 512  # sizes are 32-bit, and a tile may reach past the edge
 
 @dataclass(frozen=True, slots=True)
 class Step9:
-    """A member of the family as the selector sees it. `group`: rows of tiles that are visited together."""
+    """A member of the family as the selector sees it."""
 
     member: Member
-    group: int = 8
 
     @property
     def tiling(self) -> Tiling:
@@ -80,7 +79,7 @@ class Step9:
 
     def raster(self, problem: Problem, device: Device) -> int:
         """Groups of rows of tiles, 8 of them: a wave of blocks covers about a square."""
-        return self.group
+        return 8
 
     def seconds(self, problem: Problem, device: Device) -> float:
         """Launch, then about the longest of three times: memory's, the waves of tiles', the power cap's.

@@ -36,6 +36,7 @@ from service.messages import (
     Unmap,
 )
 from service.worker import Worker
+from tests.service.front_end import FrontEnd
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,16 +106,13 @@ class Link(WorkerLink):
             self.at_once.release()
 
 
-class Front:
+class Front(FrontEnd):
     """The front's end, and a worker in a thread."""
 
     def __init__(self) -> None:
-        self.end, theirs = socket.socketpair()
-        self.end.settimeout(60)
-        self._frames: _Frames[ToFront] = _Frames(ToFront)
-        self._descriptors = socket.socketpair()
+        super().__init__()
         self.computer = Computer()
-        self.link = Link(theirs)
+        self.link = Link(self.theirs)
         before = set(threading.enumerate())
         worker = Worker(self.link, self.computer, self._descriptors[0])  # type: ignore[arg-type]
         self.thread = threading.Thread(target=worker.run)
@@ -122,15 +120,6 @@ class Front:
         self.send(Ping(0))
         assert self.next(1) == [Pong(0)]
         (self.deputy,) = (each for each in set(threading.enumerate()) - before if each.name == "link")
-
-    def send(self, *messages: Any) -> None:
-        self.end.sendall(b"".join(map(_Encoder().frame, messages)))
-
-    def next(self, count: int) -> list[ToFront]:
-        found: list[ToFront] = []
-        while len(found) < count:
-            found += self._frames.feed(self.end.recv(1 << 16))
-        return found
 
     def begin(self, number: int) -> None:
         """A product that lasts, and has lasted for so long that the deputy reads."""

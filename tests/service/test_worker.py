@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +12,10 @@ import pytest
 from kernels.device import describe_cpu
 from service.drivers.base import Queue
 from service.drivers.cpu import CpuDriver
-from service.link import WorkerLink, _Encoder, _Frames
-from service.messages import Batch, BatchDone, Drain, Fetch, Operand, Ping, Pong, ToFront
+from service.link import WorkerLink
+from service.messages import Batch, BatchDone, Drain, Fetch, Operand, Ping, Pong
 from service.worker import Worker
+from tests.service.front_end import FrontEnd
 
 
 class Device:
@@ -51,26 +51,14 @@ class Device:
     device, stacking, backend = describe_cpu(), True, "none"
 
 
-class Front:
+class Front(FrontEnd):
     """The front's end."""
 
     def __init__(self, device: Any, awake: float = 0.0) -> None:
-        self.end, theirs = socket.socketpair()
-        self.end.settimeout(60)
-        self._frames: _Frames[ToFront] = _Frames(ToFront)
-        self._descriptors = socket.socketpair()
-        worker = Worker(WorkerLink(theirs), device, self._descriptors[0], awake)
+        super().__init__()
+        worker = Worker(WorkerLink(self.theirs), device, self._descriptors[0], awake)
         self.thread = threading.Thread(target=worker.run)
         self.thread.start()
-
-    def send(self, *messages: Any) -> None:
-        self.end.sendall(b"".join(map(_Encoder().frame, messages)))
-
-    def next(self, count: int) -> list[ToFront]:
-        found: list[ToFront] = []
-        while len(found) < count:
-            found += self._frames.feed(self.end.recv(1 << 16))
-        return found
 
     def drain(self) -> None:
         self.send(Drain())
