@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,12 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
+from kernels import probe  # noqa: E402
 from service.drivers.cuda import LANES  # noqa: E402
 from service.memory import Memory  # noqa: E402
-from service.messages import ON_DEVICE, Batch, BatchDone, Item, Operand, Params  # noqa: E402
+from service.messages import ON_DEVICE, Batch, BatchDone, Item, Operand, Params, Report  # noqa: E402
 from tests.service import cuda_stand_in  # noqa: E402
-from tests.service.cuda_stand_in import Arenas, StandIn  # noqa: E402
+from tests.service.cuda_stand_in import OWN, Arenas, StandIn  # noqa: E402
 
 X = np.eye(8, dtype=np.float16)
 Y = np.arange(64, dtype=np.float16).reshape(8, 8)
@@ -53,6 +54,23 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench(monkeypatch)
     yield bench
     bench.finish()
+
+
+class Untested(StandIn):
+    """The self-test of its own variant is still to come."""
+
+    def _admit(self, runtime: Any, *_: Any, on_known: Callable[[], None], **__: Any) -> None:
+        runtime.bar(OWN, probe.WAITING)
+        on_known()
+
+
+def test_the_front_hears_what_is_untested_before_the_worker_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_stand_in.undone(monkeypatch)
+    reports: list[Report] = []
+    driver = Untested(Memory(Arenas().arena))
+    driver.start(reports.append)
+    assert reports[0].quarantined == {OWN: "untested"}
+    driver.close()
 
 
 def test_submit_returns_at_once_and_batches_end_in_order(bench: Bench) -> None:
