@@ -7,39 +7,31 @@ before the body is read. Tensors of binary forms go from the socket into their p
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from service.arena import Slot, Slots
 from service.errors import ServiceError
 from service.formats import Tensor, numbers, safetensors
-from service.formats.raw import parse_shape
 from service.messages import Operand, Params
 from service.model import Base64, GemmBody, GemmFields, GemmQuery, Handle, validate
-from service.plan import Limits, Plan, given_dtype, plan, unfit
-from service.query import JSON, RAW, SAFETENSORS, media_of, parse_query, query_fields
+from service.plan import NAMES, Limits, Plan, check_present, given_dtype, params_of, plan, unfit
+from service.query import JSON, RAW, SAFETENSORS, handle_in, media_of, parse_query, query_fields
+from service.raw_plan import Most, bias_of, planned, raw_tensors, sent
 from service.regions import Region
 from service.store import new_id, tensor_of
 from service.transfer import Scope, Transfer
+from service.turns import LARGE_JSON, parsing
 
 Form = Literal["json", "safetensors", "npy", "raw"]
-NAMES = ("a", "b", "c", "bias")
 
 #: Operands begin at multiples of this within a slot: what TMA and vector loads like best.
 ALIGN = 256
-
-#: JSON above this waits in the arena and is parsed in a thread, so that other requests go on meanwhile.
-_LARGE_JSON = 1 << 20
-
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -53,13 +45,6 @@ class BodyLimits(Limits, Protocol):
     def max_body_bytes(self) -> int: ...
     @property
     def max_json_bytes(self) -> int: ...
-
-
-class Most(NamedTuple):
-    """Bounds of one product, by which what was planned is found again."""
-
-    max_output_bytes: int
-    max_flops: float
 
 
 class Pin(Protocol):
@@ -340,7 +325,7 @@ class _Decoder(Operands):
         header = safetensors.parse(await self.transfer.read(length), names=NAMES)
         here = {entry.name: entry.tensor for entry in header.entries}
         self.bound_total(header.nbytes)
-        _check_present(tensors, here)
+        check_present(tensors, here)
         made = plan(fields, tensors | here, self.limits)
         await self._receive(here, made)
         return self.request(fields, made, "safetensors", handle_in(fields.out))
@@ -351,12 +336,11 @@ class _Decoder(Operands):
             raise unfit(name[:64], "stands in the JSON body, not in the query")
         limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
         self.transfer.bound(limit)
-        short = bytearray(min(_LARGE_JSON, self.transfer.content_length or _LARGE_JSON))
+        short = bytearray(min(LARGE_JSON, self.transfer.content_length or LARGE_JSON))
         nbytes = await self.transfer.fill(memoryview(short))
         if not await self.transfer.more():
             del short[nbytes:]
             return await self._json_request(short, _run)
-        # A large text waits in the arena, and one at a time is parsed: its objects are many times its size.
         length = limit if self.transfer.content_length is None else self.transfer.content_length
         slot = allocate(self.services, length, owner=self.owner, state="request")
         try:
@@ -419,7 +403,7 @@ class _Decoder(Operands):
             return
         parts = ", ".join(f"{name} {tensor.nbytes}" for name, tensor in here.items())
         told = f"the body has {length} bytes, the shapes in the query take {total} ({parts})"
-        if length > total and "bias" not in here and (bias := _bias_of(fields, {**pinned, **here})):
+        if length > total and "bias" not in here and (bias := bias_of(fields, {**pinned, **here})):
             told += f"; a bias of {bias.shape[0]} × {bias.dtype} would take {bias.nbytes} more"
         raise ServiceError("malformed", told, field="body")
 
@@ -434,129 +418,6 @@ class _Decoder(Operands):
         return [self.services.slots.arena.view(start, end - start) for start, end in runs]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sent:
-    """What a query says of a product all of whose operands come as raw bytes, in the order of the body."""
-
-    fields: GemmQuery
-    here: Mapping[str, Tensor]
-    sizes: list[int]
-
-
-@lru_cache(maxsize=512)  # clients ask few different products, many times; see query_fields
-def sent(query: bytes, length: int | None) -> Sent | None:
-    """By the query and the body's length, on which alone it depends; None where it names stored tensors."""
-    fields = query_fields(query)
-    if any(handle_in(getattr(fields, name)) is not None for name in NAMES):
-        return None
-    here = raw_tensors(fields, {}, length)
-    return Sent(fields, here, [tensor.nbytes for tensor in here.values()])
-
-
-@lru_cache(maxsize=512)
-def planned(known: Sent, most: Most) -> tuple[Plan, Params]:
-    """The plan of what `sent` found, and its arithmetic. Refusals are made anew each time."""
-    made = plan(known.fields, known.here, most)
-    return made, params_of(known.fields, made)
-
-
-def params_of(fields: GemmFields, made: Plan) -> Params:
-    """The arithmetic of a request."""
-    return Params(
-        out_dtype=made.out.dtype,
-        trans_a=fields.trans_a,
-        trans_b=fields.trans_b,
-        alpha=fields.alpha,
-        beta=made.beta,
-        bias_dim=fields.bias_dim,
-        activation=fields.activation,
-        precision=fields.precision,
-        batch_invariant=fields.batch_invariant,
-        variant=fields.variant,
-    )
-
-
-def handle_in(reference: str | None) -> str | None:
-    """The name in `handle:NAME`."""
-    return reference.removeprefix("handle:") if reference and reference.startswith("handle:") else None
-
-
-def _check_present(pinned: Mapping[str, Tensor], here: Mapping[str, Tensor], *, way: str = "send it") -> None:
-    """A and B come once, in the body or as a handle; `way`: how one comes in the body."""
-    for name in NAMES:
-        if name in pinned and name in here:
-            raise unfit(name, "is named as a handle and sent as well")
-        if name in ("a", "b") and name not in pinned and name not in here:
-            raise unfit(name, f"is missing: {way.format(name)}, or name a handle: {name}=handle:NAME")
-
-
-def raw_tensors(fields: GemmQuery, pinned: Mapping[str, Tensor], length: int | None) -> dict[str, Tensor]:
-    """Tensors in the body, in their order there."""
-    default: str | None = fields.dtype or next(
-        (pinned[name].dtype for name in ("a", "b") if name in pinned), None
-    )
-    here: dict[str, Tensor] = {}
-    for name, shape, dtype in (
-        ("a", fields.a_shape, default),
-        ("b", fields.b_shape, default),
-        ("c", fields.c_shape, fields.c_dtype or default),
-    ):
-        if shape is None:
-            continue
-        if dtype is None:
-            raise ServiceError("invalid", f"dtype: is missing; {name} needs it", field="dtype")
-        here[name] = Tensor(dtype, parse_shape(shape, field=f"{name}_shape"))
-    if fields.c_dtype is not None and "c" not in here:
-        raise unfit("c_dtype", "is given without c_shape")
-    _check_present(pinned, here, way="say its {}_shape")
-    bias = _raw_bias(fields, {**pinned, **here}, here, length)
-    if bias is not None:
-        here["bias"] = bias
-        _check_present(pinned, here)
-    return here
-
-
-def _raw_bias(
-    fields: GemmQuery, tensors: Mapping[str, Tensor], here: Mapping[str, Tensor], length: int | None
-) -> Tensor | None:
-    """A bias at the body's end: said by bias_dtype, or seen where the body is longer by exactly its bytes."""
-    bias = _bias_of(fields, tensors)
-    if bias is None or fields.bias_dtype is not None:
-        return bias
-    rest = (length or 0) - sum(tensor.nbytes for tensor in here.values())
-    return bias if rest > 0 and rest == bias.nbytes else None
-
-
-def _bias_of(fields: GemmQuery, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The bias that fits the product; None where A or B has no rows and columns."""
-    if fields.bias_dim == "m":
-        shape, axis = tensors["a"].shape, -1 if fields.trans_a else -2
-    else:
-        shape, axis = tensors["b"].shape, -2 if fields.trans_b else -1
-    if len(shape) < 2:
-        return None  # plan says what is wrong with it
-    return Tensor(fields.bias_dtype or fields.dtype or tensors["a"].dtype, (shape[axis],))
-
-
 async def _run(work: Callable[..., Any], *args: Any) -> Any:
     """Run `work` here."""
     return work(*args)
-
-
-@asynccontextmanager
-async def parsing() -> AsyncIterator[None]:
-    """This loop's turn to parse a large text.
-
-    No garbage is looked for meanwhile: each look would go through all lists of the text, and hold all up.
-    """
-    loop = asyncio.get_running_loop()
-    if loop not in _turns:
-        _turns[loop] = asyncio.Semaphore(1)
-    async with _turns[loop]:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()

@@ -11,7 +11,11 @@ from typing import Protocol
 
 from service.errors import ServiceError
 from service.formats import Tensor
+from service.messages import Params
 from service.model import GemmFields
+
+#: Operands, in the order of a body.
+NAMES = ("a", "b", "c", "bias")
 
 
 class Limits(Protocol):
@@ -111,3 +115,28 @@ def unfit(name: str, detail: str) -> ServiceError:
 def given_dtype(tensors: Mapping[str, Tensor]) -> str:
     """Type for plain numbers in A or B: the other's, else fp32."""
     return next((tensors[name].dtype for name in ("a", "b") if name in tensors), "fp32")
+
+
+def check_present(pinned: Mapping[str, Tensor], here: Mapping[str, Tensor], *, way: str = "send it") -> None:
+    """A and B come once, in the body or as a handle; `way`: how one comes in the body."""
+    for name in NAMES:
+        if name in pinned and name in here:
+            raise unfit(name, "is named as a handle and sent as well")
+        if name in ("a", "b") and name not in pinned and name not in here:
+            raise unfit(name, f"is missing: {way.format(name)}, or name a handle: {name}=handle:NAME")
+
+
+def params_of(fields: GemmFields, made: Plan) -> Params:
+    """The arithmetic of a request."""
+    return Params(
+        out_dtype=made.out.dtype,
+        trans_a=fields.trans_a,
+        trans_b=fields.trans_b,
+        alpha=fields.alpha,
+        beta=made.beta,
+        bias_dim=fields.bias_dim,
+        activation=fields.activation,
+        precision=fields.precision,
+        batch_invariant=fields.batch_invariant,
+        variant=fields.variant,
+    )

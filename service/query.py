@@ -79,3 +79,8 @@ def no_query(scope: Scope) -> None:
 def query_fields(text: bytes) -> GemmQuery:
     """The fields of a binary form. Clients send few different queries, many times."""
     return validate_query(GemmQuery, parse_query(text))
+
+
+def handle_in(reference: str | None) -> str | None:
+    """The name in `handle:NAME`."""
+    return reference.removeprefix("handle:") if reference and reference.startswith("handle:") else None

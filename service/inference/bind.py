@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from service.decode import GemmRequest, Operands, handle_in
+from service.decode import GemmRequest, Operands
 from service.errors import ServiceError
 from service.formats import Tensor, numbers
 from service.inference.models import INPUT_OF
 from service.inference.regions import Regions
 from service.inference.request import Inference, Input, check_dtype
 from service.plan import plan, unfit
+from service.query import handle_in
 
 #: Takes the next bytes of the body into views, in order.
 ReadBody = Callable[[list[memoryview]], Awaitable[None]]

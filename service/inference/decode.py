@@ -6,14 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.decode import (
-    GemmRequest,
-    Operands,
-    allocate,
-    handle_in,
-    parsing,
-    raw_tensors,
-)
+from service.decode import GemmRequest, Operands, allocate
 from service.errors import ServiceError
 from service.formats import DTYPES, Tensor, numbers
 from service.inference.bind import bind
@@ -22,13 +15,13 @@ from service.inference.models import INPUT_OF, Model
 from service.inference.regions import Regions
 from service.inference.request import Inference, InferenceFields, Input, parse
 from service.model import GemmQuery
-from service.query import query_fields
+from service.query import handle_in, query_fields
+from service.raw_plan import raw_tensors
 from service.transfer import Transfer
+from service.turns import LARGE_JSON, parsing
 
 #: The header that tells where JSON ends and tensors begin.
 HEADER = b"inference-header-content-length"
-#: JSON above this waits in the arena and is parsed in a thread.
-_LARGE_JSON = 1 << 20
 
 
 async def decode(
@@ -77,9 +70,8 @@ async def _from_json(
 ) -> Inference:
     """The request in the body's JSON part."""
     async with _text(body, length, limit, operands) as text:
-        if len(text) <= _LARGE_JSON:
+        if len(text) <= LARGE_JSON:
             return parse(numbers.loads(text), model)
-        # One at a time: its objects are many times its size.
         async with parsing():
             return parse(await asyncio.to_thread(numbers.loads, text), model)
 
@@ -90,7 +82,7 @@ async def _text(
 ) -> AsyncIterator[bytearray | memoryview]:
     """The JSON's bytes, for the length of a block; long ones are in the arena."""
     size = length if length is not None else body.content_length
-    short = bytearray(_LARGE_JSON if size is None else min(_LARGE_JSON, size))
+    short = bytearray(LARGE_JSON if size is None else min(LARGE_JSON, size))
     n = await body.fill(memoryview(short))
     if n == size or (length is None and not await body.more()):
         if length is not None and n < length:

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.batch import PRIORITIES
-from service.decode import handle_in
 from service.errors import ServiceError
 from service.formats import Tensor
 from service.formats.base import MAX_DIMS, checked_shape
 from service.inference.models import DATATYPE_OF, DATATYPES, INPUTS, OUTPUT, Model
 from service.model import NAME, REFERENCE, Count, Flag, GemmFields, validate, validate_query
+from service.query import handle_in
 
 #: Parameters of the protocol itself that mean nothing here, or are taken apart before the others.
 _IGNORED = frozenset({"binary_data_output", "sequence_start", "sequence_end", "headers"})

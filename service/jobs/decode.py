@@ -15,14 +15,12 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.decode import NAMES
 from service.errors import ServiceError
 from service.formats import Tensor, numbers
 from service.jobs.model import Input, Spec
-from service.messages import Params
 from service.model import Base64, Handle, StepBody, validate
 from service.model import Step as StepReference
-from service.plan import Plan, given_dtype, plan
+from service.plan import NAMES, Plan, given_dtype, params_of, plan
 from service.store import Hold, TensorStore
 
 #: Inline numbers above this many bytes of JSON are converted in a thread.
@@ -252,22 +250,10 @@ class _Decoder:
             )
 
     def _spec(self, body: StepBody, made: Plan, operands: _Operands, handle: str | None) -> Spec:
-        params = Params(
-            out_dtype=made.out.dtype,
-            trans_a=body.trans_a,
-            trans_b=body.trans_b,
-            alpha=body.alpha,
-            beta=made.beta,
-            bias_dim=body.bias_dim,
-            activation=body.activation,
-            precision=body.precision,
-            batch_invariant=body.batch_invariant,
-            variant=body.variant,
-        )
         return Spec(
             id=body.id,
             inputs=operands.inputs,
-            params=params,
+            params=params_of(body, made),
             dtype=made.out.dtype,
             shape=made.out.shape,
             handle=handle,

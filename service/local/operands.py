@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from service.decode import Bound, GemmRequest, Operands, Sent, handle_in, planned, raw_tensors, sent
+from service.decode import Bound, GemmRequest, Operands
 from service.errors import ServiceError
 from service.formats import Tensor
 from service.local.messages import ALIGN, Multiply, Piece
 from service.messages import Operand
 from service.plan import plan
-from service.query import query_fields
+from service.query import handle_in, query_fields
+from service.raw_plan import Sent, planned, raw_tensors, sent
 from service.regions import Region
 
 #: Says how large `out` has to be, where it was too small.

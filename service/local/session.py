@@ -25,7 +25,7 @@ import msgspec
 
 from service import logs
 from service.batch import Work
-from service.decode import GemmRequest, Operands, Sent
+from service.decode import GemmRequest, Operands
 from service.errors import ServiceError, at_stage
 from service.formats.raw import emit_shape
 from service.gate import translate
@@ -54,6 +54,7 @@ from service.local.messages import (
 )
 from service.local.operands import alone, bind, bind_at_once
 from service.outcome import Outcome
+from service.raw_plan import Sent
 from service.regions import Region
 from service.reply import outcome_texts, stored_document
 from service.routes.gemm import keep, work_of

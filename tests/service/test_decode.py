@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.decode import Most, decode, planned, sent
+from service.decode import decode
 from service.errors import ServiceError
 from service.formats import Tensor, numpy_dtype
 from service.formats import safetensors as form
@@ -588,21 +588,3 @@ async def test_many_requests_end_in_a_product_or_a_service_error(
 ) -> None:
     for case in whatever(data, document, query):
         await run_any(*case)
-
-
-def test_what_a_query_says_is_found_again_by_query_and_length() -> None:
-    query = b"a_shape=4x8&b_shape=8x4&dtype=fp32"
-    bare, biased = sent(query, 256), sent(query, 256 + 16)
-    assert bare is not None
-    assert biased is not None
-    assert sent(query, 256) is bare
-    assert bare.sizes == [128, 128]
-    assert biased.sizes == [128, 128, 16]
-    assert sent(query + b"&bias=handle:x", 256) is None
-    assert sent(b"a=handle:x&b_shape=8x4", 128) is None
-    made, params = planned(bare, Most(1 << 20, 1e9))
-    assert (made.m, made.n, made.k, params.out_dtype) == (4, 4, 8, "fp32")
-    for most in (Most(63, 1e9), Most(1 << 20, 255.0)):
-        for _ in range(2):
-            with pytest.raises(ServiceError):
-                planned(bare, most)
