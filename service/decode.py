@@ -340,7 +340,7 @@ class _Decoder(Operands):
         nbytes = await self.transfer.fill(memoryview(short))
         if not await self.transfer.more():
             del short[nbytes:]
-            return await self._json_request(short, _run)
+            return await self._json_request(numbers.loads(short), _run)
         length = limit if self.transfer.content_length is None else self.transfer.content_length
         slot = allocate(self.services, length, owner=self.owner, state="request")
         try:
@@ -350,13 +350,13 @@ class _Decoder(Operands):
             nbytes += await self.transfer.fill(view[nbytes:])
             if await self.transfer.more():
                 raise ServiceError("too_large", "the body is above the limit", field="body", limit=limit)
-            async with parsing():
-                return await self._json_request(view[:nbytes], asyncio.to_thread)
+            async with parsing(view[:nbytes]) as document:
+                return await self._json_request(document, asyncio.to_thread)
         finally:
             slot.release()
 
-    async def _json_request(self, text: bytearray | memoryview, run: Run) -> GemmRequest:
-        body = validate(GemmBody, await run(numbers.loads, text))
+    async def _json_request(self, document: Any, run: Run) -> GemmRequest:
+        body = validate(GemmBody, document)
         tensors: dict[str, Tensor] = {}
         data: dict[str, Any] = {}
         for name in NAMES:

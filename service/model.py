@@ -29,6 +29,8 @@ from service.formats.numbers import SPECIAL, saturated
 #: Longest name of a handle, job step or variant; longest times that a request may name.
 NAME_CHARACTERS = VARIANT_CHARACTERS = 128
 LONGEST_MS = LONGEST_SECONDS = 1e9
+#: Fields of an object: each that isn't known is a complaint, and a million of these took seconds in the event loop.
+MOST_FIELDS = 64
 #: Dimensions of an operand: rows and columns, and a batch.
 OPERAND_DIMENSIONS = 3
 
@@ -133,9 +135,9 @@ _VECTOR = {"type": "array", "items": _NUMBER}
 _MATRIX = {"type": "array", "items": _VECTOR}
 #: Nested lists are handed on as they are; formats.numbers looks at their elements.
 Matrix = Annotated[
-    list[Any], WithJsonSchema({"anyOf": [_MATRIX, {"type": "array", "items": _MATRIX}], "title": "Numbers"})
+    Any, WithJsonSchema({"anyOf": [_MATRIX, {"type": "array", "items": _MATRIX}], "title": "Numbers"})
 ]
-Vector = Annotated[list[Any], WithJsonSchema({**_VECTOR, "title": "Numbers"})]
+Vector = Annotated[Any, WithJsonSchema({**_VECTOR, "title": "Numbers"})]
 
 
 def _form(value: Any) -> str:
@@ -243,6 +245,10 @@ _KEEPING = ("durable", "ttl_seconds")
 
 def validate(model: type[Model], value: Any) -> Model:
     """A parsed JSON value as a model; ServiceError invalid names the field."""
+    _check_count("body", value)
+    if isinstance(value, dict):
+        for field, inner in value.items():
+            _check_count(field, inner)
     try:
         return _consistent(model.model_validate(value))
     except ValidationError as error:
@@ -255,6 +261,16 @@ def validate_query(model: type[Model], fields: Mapping[str, str]) -> Model:
         return _consistent(model.model_validate_strings(fields, context=QUERY))
     except ValidationError as error:
         raise _invalid(error) from None
+
+
+def _check_count(field: str, value: Any) -> None:
+    if isinstance(value, dict) and len(value) > MOST_FIELDS:
+        raise ServiceError(
+            "invalid",
+            f"{field[:64]}: has more than {MOST_FIELDS} fields",
+            field=field[:64],
+            limit=MOST_FIELDS,
+        )
 
 
 def _consistent(made: Model) -> Model:

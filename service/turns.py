@@ -1,6 +1,6 @@
-"""Turns at large JSON: receives who is to parse a text, hands on its event loop's only turn.
+"""Turns at large JSON: receives a text, hands on its document when it is the text's turn in this event loop.
 
-A large text's objects are many times its size, so that one at a time is parsed, in a thread.
+A document is many times its text's size, so that there is one at a time, made and let go in a thread.
 """
 
 from __future__ import annotations
@@ -9,28 +9,38 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
-#: JSON above this waits in the arena and is parsed in a thread, so that other requests go on meanwhile.
-LARGE_JSON = 1 << 20
+from service.formats import numbers, pieces
+
+#: JSON above this waits in the arena for its turn.
+LARGE_JSON = numbers.LARGE
+
+_NEVER = 1 << 30
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 @asynccontextmanager
-async def parsing() -> AsyncIterator[None]:
-    """This loop's turn to parse a large text.
+async def parsing(text: bytes | bytearray | memoryview) -> AsyncIterator[Any]:
+    """The document of a large text, for the length of a block; what is left of one that is refused is let go.
 
-    No garbage is looked for meanwhile: each look would go through all lists of the text, and hold all up.
+    Garbage is looked for among young objects alone meanwhile: a full look would go through all lists of the text, and
+    hold all up.
     """
     loop = asyncio.get_running_loop()
     if loop not in _turns:
         _turns[loop] = asyncio.Semaphore(1)
     async with _turns[loop]:
-        collects = gc.isenabled()
-        gc.disable()
+        often = gc.get_threshold()
+        gc.set_threshold(*often[:2], _NEVER)
         try:
-            yield
+            document = await asyncio.to_thread(numbers.loads, text)
+            try:
+                yield document
+            except BaseException:
+                await asyncio.to_thread(pieces.let_go, document)
+                raise
         finally:
-            if collects:
-                gc.enable()
+            gc.set_threshold(*often)

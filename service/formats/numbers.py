@@ -57,20 +57,12 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
         try:
             return pieces.Pieces(memoryview(text), unique, _numbers_slowly).document()
         except pieces.Whole:
-            if (refused := elsewhere.refusal(memoryview(text))) is not None:
-                raise refused from None
-    return _loads(text)
+            return elsewhere.document(memoryview(text))
+    return whole(text)
 
 
-def tell(text: bytes) -> None:
-    """Write the refusal of a text, if there is one, to standard output."""
-    try:
-        _loads(text)
-    except ServiceError as error:
-        print(json.dumps([error.code, error.detail, error.field]))
-
-
-def _loads(text: bytes | bytearray | memoryview) -> Any:
+def whole(text: bytes | bytearray | memoryview) -> Any:
+    """`loads`, all at once."""
     try:
         document = _decoder.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -147,16 +139,8 @@ def taken(value: list[Any], dtype: str, *, field: str) -> NDArray[Any]:
     """As `array`; of many, the lists are empty then: their elements went a run at a time, not all at once."""
     made = array(value, dtype, field=field)
     if made.size > RUN:
-        _empty(value)
+        pieces.let_go(value)
     return made
-
-
-def _empty(value: list[Any]) -> None:
-    while value:
-        for inner in value[-RUN:]:
-            if type(inner) is list:
-                _empty(inner)
-        del value[-RUN:]
 
 
 def _wide(flat: list[Any], start: int, shape: Sequence[int], field: str) -> NDArray[Any]:

@@ -19,7 +19,11 @@ PIECE = 1 << 17
 _LOOK = 1 << 20
 #: Levels of lists or objects, and values beside numbers, beyond which a text is left to the parser.
 _DEEPEST = 16
-_MOST_VALUES = 10_000
+_MOST_VALUES = 1_000_000
+
+#: Values that are let go at a time, with all in those that hold few.
+_RUN = 1 << 14
+_FEW = 8
 
 _SPACE = b" \t\r\n"
 _GAP = re.compile(rb"[ \t\r\n]*+")
@@ -37,6 +41,21 @@ class Whole(Exception):
     """The parser must see the text as a whole, be it to say what is wrong with it."""
 
 
+def let_go(document: Any) -> None:
+    """Empty lists and objects a run at a time: freed all at once, they would hold other threads up."""
+    rest = [document]
+    while rest:
+        value = rest.pop()
+        if type(value) is dict:
+            rest += value.values()
+            value.clear()
+        elif type(value) is list:
+            while value:
+                some = value[-_RUN:]
+                del value[-_RUN:]
+                rest += [inner for inner in some if type(inner) in (list, dict) and len(inner) > _FEW]
+
+
 class Pieces:
     """One text. `unique` makes an object of its fields; `slowly` reads numbers that the strict parser doesn't."""
 
@@ -50,12 +69,17 @@ class Pieces:
         self._unique = unique
         self._slowly = slowly
         self._values = 0
+        self._lists: list[list[Any]] = []
 
     def document(self) -> Any:
         """The document; raises Whole."""
-        value, at = self._value(0, 0)
-        if self._gap(at) != len(self._text):
-            raise Whole
+        try:
+            value, at = self._value(0, 0)
+            if self._gap(at) != len(self._text):
+                raise Whole
+        except BaseException:
+            let_go(self._lists)
+            raise
         return value
 
     def _value(self, at: int, depth: int) -> tuple[Any, int]:
@@ -106,7 +130,7 @@ class Pieces:
                 return values, at
 
     def _string(self, at: int) -> tuple[str, int]:
-        """A string; a long one has no escapes, or it is left to the parser."""
+        """A string."""
         end, plain = at + 1, True
         while True:
             found = _STRING.search(self._text, end, end + _LOOK)
@@ -117,7 +141,7 @@ class Pieces:
             elif found[0] == b'"':
                 end = found.end()
                 break
-            elif found[0] == b"\\" and end - at < PIECE:
+            elif found[0] == b"\\":
                 end, plain = found.end() + 1, False
             else:
                 raise Whole
@@ -134,6 +158,7 @@ class Pieces:
         A bracket for each of these is put before a piece, and after it one for each that is open at its end.
         """
         whole: list[Any] = []
+        self._lists.append(whole)
         opened, ended, first = [whole], False, True
         while not ended:
             piece, depth, ended = self._piece(at, len(opened) - 1)

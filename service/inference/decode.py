@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -72,8 +71,8 @@ async def _from_json(
     async with _text(body, length, limit, operands) as text:
         if len(text) <= LARGE_JSON:
             return parse(numbers.loads(text), model)
-        async with parsing():
-            return parse(await asyncio.to_thread(numbers.loads, text), model)
+        async with parsing(text) as document:
+            return parse(document, model)
 
 
 @asynccontextmanager

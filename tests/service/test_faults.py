@@ -64,6 +64,14 @@ def test_many_faults_are_counted_and_none_is_long() -> None:
     assert caught.value.detail.endswith("x7: isn't known (and 12 more)")
 
 
+@pytest.mark.parametrize("place", ["body", "a", "out"])
+def test_an_object_of_very_many_fields_is_refused_as_one_fault(place: str) -> None:
+    many: dict[str, Any] = {f"x{number}": 0 for number in range(65)}
+    error = refused(many if place == "body" else {place: {"handle": "x", **many}})
+    assert error.detail == f"{place}: has more than 64 fields"
+    assert (error.field, error.limit) == (place, 64)
+
+
 def test_names_are_told_in_words() -> None:
     words = "NAME is a letter or digit, then up to 127 of A-Za-z0-9._-"
     assert refused({"a": {"handle": "ä"}}).detail == f"a.handle: should be a NAME; {words}"

@@ -61,6 +61,17 @@ class Others:
                 self.wrong += answer.status_code != 200 or not np.allclose(result(answer), want, atol=1e-4)
 
 
+class Alive(Others):
+    """Somebody who meanwhile asks whether the service lives."""
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=30) as http:
+            while not self._stop.wait(0.01):
+                began = time.monotonic()
+                self.wrong += http.get("/health/live").status_code != 200
+                self.slowest = max(self.slowest, time.monotonic() - began)
+
+
 def connect(service: Service) -> socket.socket:
     port = int(re.findall(r":(\d+)", service.url)[0])
     return socket.create_connection(("127.0.0.1", port), timeout=20)
@@ -193,3 +204,62 @@ def test_connections_beyond_all_descriptors_end_and_the_service_goes_on(tmp_path
         service.ready()
         assert service.put("w", B).status_code in (200, 201)
         np.testing.assert_allclose(result(service.gemm(A, "w")), A @ B, atol=1e-4)
+
+
+def large(start: bytes, piece: bytes, end: bytes, nbytes: int = 12 << 20) -> bytes:
+    """A text of about so many bytes."""
+    return start + b",".join([piece] * (nbytes // (len(piece) + 1))) + end
+
+
+@pytest.mark.parametrize(
+    ("text", "small"),
+    [
+        (large(b'{"a": [[', b"0.25", b']], "b": [[1]'), b'{"a": [[0.25]], "b": [[1]'),
+        (large(b'{"a": [[', b"0.25", b"]]]}"), b'{"a": [[0.25]]]}'),
+        (b"[" * (12 << 20), b"[" * 5000),
+        (
+            large(b'{"a": [', b"[" * 12 + b"1" + b"]" * 12, b"]}"),
+            b'{"a": [' + b"[" * 12 + b"1" + b"]" * 12 + b"]}",
+        ),
+        (large(b'{"a": [', b"[1]", b'], "b": [[1]], "alpha": {}}'), b'{"a": [[1]], "b": [[1]], "alpha": {}}'),
+        (b'{"a": [[1]], "x": "' + b"x" * (12 << 20) + b'\\ud800"}', b'{"a": [[1]], "x": "\\ud800"}'),
+    ],
+    ids=[
+        "cut short",
+        "one bracket more",
+        "deep",
+        "many deep lists",
+        "refused after it was read",
+        "half a pair",
+    ],
+)
+def test_large_json_that_is_wrong_is_told_so_as_a_small_one_is(
+    service: Service, text: bytes, small: bytes
+) -> None:
+    def told(body: bytes) -> tuple[int, str, str, str]:
+        answer = service.http.post("/gemm", content=body, headers={"content-type": "application/json"})
+        problem = answer.json()
+        detail = re.sub(r"line 1 column \d+ \(char \d+\)", "there", problem["detail"])
+        return answer.status_code, problem["code"], problem["field"], detail
+
+    with Alive(service) as alive:
+        assert told(text) == told(small)
+    assert alive.slowest < 2, "everybody waits"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        large(b'{"a": [', b"{}", b"]}"),
+        large(b'{"a": [', b"[]", b",{}]}"),
+        large(b'{"a": [', b"1", b',{}], "b": [[1]]}'),
+        b"{" + b",".join(b'"x%d":0' % number for number in range(1 << 19)) + b"}",
+        b'{"a": {"handle": "x",' + b",".join(b'"x%d":0' % number for number in range(1 << 18)) + b"}}",
+    ],
+    ids=["objects", "empty lists", "an object among numbers", "fields", "fields of an operand"],
+)
+def test_large_json_of_no_form_that_is_taken_holds_nobody_up(service: Service, text: bytes) -> None:
+    with Alive(service) as alive:
+        answer = service.http.post("/gemm", content=text, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid")
+    assert alive.slowest < 2, "everybody waits"

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ def in_pieces(text: bytes) -> Any:
 
 
 def at_once(text: bytes) -> Any:
-    return numbers._loads(text)
+    return numbers.whole(text)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ DOCUMENTS = [
     },
     {"steps": [{"id": f"s{n}", "a": matrix(5, 9), "b": {"step": 'é\\n"'}} for n in range(20)]},
     {"a": ["x", None, True, [1, [2, [3, "y"]]], []] * 30},
+    {"a": {"b64": "\n/".join(["QUJD" * 30] * 4), "dtype": "fp32", "shape": [3]}, "b": {"handle": "😀" * 40}},
     {},
     {"": [], "x": [[]], "y": {}},
 ]
@@ -131,12 +133,68 @@ class TestRefusals:
             assert (there.value.code, there.value.detail) == (here.value.code, here.value.detail)
             assert there.value.field == here.value.field
 
-    def test_where_no_process_can_be_had_the_text_is_read_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_where_no_process_can_be_had_there_is_no_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(numbers, "LARGE", 8)
         monkeypatch.setattr(sys, "executable", "/nowhere")
-        assert elsewhere.refusal(memoryview(b"[")) is None
-        with pytest.raises(ServiceError, match="Expecting value"):
+        with pytest.raises(ServiceError) as caught:
             numbers.loads(b'{"a": [[1, 2,]]}')
+        assert (caught.value.code, caught.value.retry_after) == ("no_room", 1.0)
+
+    def test_a_text_that_takes_too_long_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(elsewhere, "MOST_SECONDS", 0.2)
+        monkeypatch.setattr(elsewhere, "_PROGRAM", "import time; time.sleep(60)")
+        began = time.monotonic()
+        with pytest.raises(ServiceError) as caught:
+            elsewhere.document(memoryview(b"[1"))
+        assert caught.value.code == "no_room"
+        assert time.monotonic() - began < 20
+
+
+class TestElsewhere:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b'{"a": [[1, {}], [2.5, 1e999, NaN]], "b": "\\ud83d\\ude00"}',
+            b'[[[[[[[[[[[[[[[[[[[[1, "x", null, true, 123456789012345678901234567890]]]]]]]]]]]]]]]]]]]]',
+            b'"text"',
+        ],
+    )
+    def test_a_document_is_the_one_that_is_read_here(self, text: bytes) -> None:
+        got = elsewhere.document(memoryview(text))
+        assert repr(got) == repr(at_once(text))
+
+    @pytest.mark.parametrize(
+        ("value", "taken"),
+        [
+            ([0] * 199_998, True),
+            ([0] * 200_000, False),
+            ([{"x": [[]]}] * 70_000, False),
+            ("x" * 300_000, True),
+        ],
+        ids=["numbers", "many numbers", "many objects", "one long text"],
+    )
+    def test_one_of_many_values_does_not_come_back(self, value: Any, taken: bool) -> None:
+        text = memoryview(json.dumps([value]).encode())
+        if taken:
+            assert elsewhere.document(text) == [value]
+            return
+        with pytest.raises(ServiceError) as caught:
+            elsewhere.document(text)
+        assert (caught.value.code, caught.value.limit) == ("invalid", elsewhere.MOST_VALUES)
+
+
+@pytest.mark.parametrize("count", [0, 7, 100_000])
+def test_lists_and_objects_are_let_go(count: int) -> None:
+    class Watched(list[Any]):
+        pass
+
+    watched = Watched()
+    document = {"a": [[1.0, 2.0] for _ in range(count)], "b": [{"x": [list(range(20)), watched]}]}
+    alive = weakref.ref(watched)
+    del watched
+    pieces.let_go(document)
+    assert document == {}
+    assert alive() is None
 
 
 class TestArrays:
