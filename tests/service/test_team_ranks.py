@@ -7,12 +7,12 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import psutil
 import pytest
 
-from tests.service.real import Service, raw, result, running
+from tests.service.real import Service, result, running
+from tests.service.teams import check_epilogue, moved, sharded
 
 pytestmark = pytest.mark.ci
 
@@ -33,13 +33,6 @@ def ranks(service: Service) -> list[psutil.Process]:
     return [each for each in service.workers() if "--rank" in each.cmdline()]
 
 
-def sharded(service: Service, a: np.ndarray, b: np.ndarray | str, **query: object) -> np.ndarray:
-    answer = service.gemm(a, b, variant="sharded", **query)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-gemm-variant"] == "sharded"
-    return result(answer)
-
-
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
 def test_it_has_the_bits_of_one_worker(service: Service, kind: type) -> None:
     a, b = A.astype(kind), B.astype(kind)
@@ -49,22 +42,7 @@ def test_it_has_the_bits_of_one_worker(service: Service, kind: type) -> None:
 
 
 def test_bfloat16_with_epilogue_by_handle_and_transposed(service: Service) -> None:
-    kind = ml_dtypes.bfloat16
-    a, b, c, bias = (x.astype(kind) for x in (A, B, C, BIAS))
-    for name, x in (("wt", np.ascontiguousarray(b.T)), ("c", c), ("bias", bias)):
-        assert service.put(name, x).status_code in (200, 201)
-    query = {
-        **{"trans_b": "true", "c": "handle:c", "bias": "handle:bias"},
-        **{"alpha": 0.5, "beta": 2, "activation": "relu", "trans_a": "true", "out": "handle:d"},
-    }
-    stored = raw(np.ascontiguousarray(a.T), "wt", variant="sharded", durable="true", **query)
-    answer = service.http.post("/gemm", **stored)
-    assert answer.status_code == 200, answer.text
-    got = service.http.get("/tensors/d", headers={"accept": "application/octet-stream"})
-    d = np.frombuffer(got.content, kind).reshape(301, 257).astype(np.float64)
-    wide = [x.astype(np.float64) for x in (a, b, c, bias)]
-    want = np.maximum(0.5 * wide[0] @ wide[1] + 2 * wide[2] + wide[3], 0)
-    np.testing.assert_allclose(d, want, rtol=2e-2, atol=2e-2)
+    check_epilogue(service, A, B, C, BIAS)
 
 
 def test_bias_along_m_and_two_at_once_take_turns(service: Service) -> None:
@@ -75,11 +53,6 @@ def test_bias_along_m_and_two_at_once_take_turns(service: Service) -> None:
     assert service.put("m", BIAS[:2]).status_code in (200, 201)
     d = sharded(service, A[:2], B, bias="handle:m", bias_dim="m")
     np.testing.assert_allclose(d, A[:2] @ B + BIAS[:2, None], rtol=1e-10, atol=1e-9)
-
-
-def moved(service: Service) -> dict[str, float]:
-    ways = ("copied", "exchanged", "kept")
-    return {way: service.metric("gemm_shards_bytes_total", way=way) for way in ways}
 
 
 def test_blocks_of_a_stored_operand_do_not_move_again_until_it_is_replaced(service: Service) -> None:

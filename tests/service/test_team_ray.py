@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import psutil
 import pytest
 
-from tests.service.real import Service, raw, result, running
+from tests.service.real import Service, result, running
+from tests.service.teams import check_epilogue, moved, sharded
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, about its use of other packages
@@ -64,18 +64,6 @@ def actors(node: Any) -> list[psutil.Process]:
     return [process for process in below if "_Rank" in " ".join(process.cmdline())]
 
 
-def sharded(service: Service, a: np.ndarray, b: np.ndarray | str, **query: object) -> np.ndarray:
-    answer = service.gemm(a, b, variant="sharded", **query)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-gemm-variant"] == "sharded"
-    return result(answer)
-
-
-def moved(service: Service) -> dict[str, float]:
-    ways = ("copied", "exchanged", "kept")
-    return {way: service.metric("gemm_shards_bytes_total", way=way) for way in ways}
-
-
 def test_a_rank_on_each_node_and_the_bits_of_one_worker(cluster: Any, service: Service) -> None:
     for kind in (np.float32, np.float64, np.float16):
         a, b = A.astype(kind), B.astype(kind)
@@ -85,22 +73,7 @@ def test_a_rank_on_each_node_and_the_bits_of_one_worker(cluster: Any, service: S
 
 
 def test_epilogue_transposed_and_by_handle(service: Service) -> None:
-    kind = ml_dtypes.bfloat16
-    a, b, c, bias = (x.astype(kind) for x in (A, B, C, BIAS))
-    for name, x in (("wt", np.ascontiguousarray(b.T)), ("c", c), ("bias", bias)):
-        assert service.put(name, x).status_code in (200, 201)
-    query = {
-        **{"trans_b": "true", "trans_a": "true", "c": "handle:c", "bias": "handle:bias"},
-        **{"alpha": 0.5, "beta": 2, "activation": "relu", "out": "handle:d"},
-    }
-    stored = raw(np.ascontiguousarray(a.T), "wt", variant="sharded", durable="true", **query)
-    assert service.http.post("/gemm", **stored).status_code == 200
-    got = service.http.get("/tensors/d", headers={"accept": "application/octet-stream"})
-    d = np.frombuffer(got.content, kind).reshape(301, 257).astype(np.float64)
-    wide = [x.astype(np.float64) for x in (a, b, c, bias)]
-    np.testing.assert_allclose(
-        d, np.maximum(0.5 * wide[0] @ wide[1] + 2 * wide[2] + wide[3], 0), rtol=2e-2, atol=2e-2
-    )
+    check_epilogue(service, A, B, C, BIAS)
 
 
 def test_shards_stay_on_the_nodes_and_so_does_a_result(service: Service) -> None:
