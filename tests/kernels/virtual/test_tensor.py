@@ -283,18 +283,9 @@ def test_fp16_accumulators_lie_in_the_low_halves() -> None:
     np.testing.assert_array_equal(low, expected)
 
 
-COPIED = """
-    mov.b32 %r1, smem; shl.b32 %r3, %r0, 2; mov.b32 %r4, 0;
-    $C: add.s32 %r5, %r3, %r4; cvt.u64.u32 %d20, %r5; add.s64 %d21, %d1, %d20; ld.global.b32 %r6, [%d21];
-    add.s32 %r7, %r5, %r1; st.shared.b32 [%r7], %r6;
-    add.s32 %r4, %r4, 512; setp.lt.u32 %p1, %r4, 4096; @%p1 bra $C;
-    fence.proxy.async.shared::cta;
-    shr.u32 %r20, %r0, 5; shfl.sync.idx.b32 %r2, %r20, 0, 31, -1; add.s32 %r8, %r1, 4096; add.s32 %r9, %r1, 4112;
-    setp.ne.u32 %p2, %r2, 0; @%p2 bra $READY;
-    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 32;
-    elect.sync %r21|%p3, -1; @!%p3 bra $READY;
-    mbarrier.init.shared.b64 [%r9], 1;
-    $READY: bar.sync 0; ld.shared.b32 %r10, [%r8];
+COPIED = (
+    stage(4096, 32, "fence.proxy.async.shared::cta;")
+    + """
     shl.b32 %r12, %r2, 21; add.s32 %r12, %r12, %r10; mov.b32 %r13, 0;
     tcgen05.st.sync.aligned.32x32b.x8.b32 [%r12], {%r13, %r13, %r13, %r13, %r13, %r13, %r13, %r13};
     tcgen05.wait::st.sync.aligned; bar.sync 0;
@@ -312,6 +303,7 @@ COPIED = """
     tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 32;
     $END:
 """
+)
 COPIED_WAIT = "$W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0; @!%p9 bra $W;"
 
 
