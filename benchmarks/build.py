@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, add_places, cpu_machine, section, write
+from benchmarks.record import RESULTS, add_places, section, write_here
 from kernels.build import build
 from kernels.libraries import read_manifest
 
@@ -87,12 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['library_bytes'] / 1e6:.1f} MB, {row['core_seconds']:.0f} core seconds"
         )
     packages = ["nvidia-cutlass-dsl", "apache-tvm-ffi"]
-    print(
-        write(
-            options.machine, "build", rows, details=cpu_machine(), packages=packages, folder=options.out,
-            key="name",
-        )
-    )  # fmt: skip
+    print(write_here(options, "build", rows, packages, key="name"))
     return 0
 
 

@@ -185,7 +185,7 @@ def measured(load: Load, url: str, front: psutil.Process, seconds: float, rounds
 def main() -> None:
     """Measure all loads, with one worker and with two."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.front", description=__doc__)
-    parser.add_argument("--machine", default="cpu", help="name in benchmarks/results (default: cpu)")
+    record.add_places(parser)
     parser.add_argument("--seconds", type=float, default=5, help="of each run (default: 5)")
     parser.add_argument("--rounds", type=int, default=3, help="runs that count (default: 3)")
     options = parser.parse_args()
@@ -203,7 +203,7 @@ def main() -> None:
                         f" client {row['client_cores']['median']:.2f}; {next(iter(row['front_by_file']))}",
                         flush=True,
                     )
-    path = record.write(options.machine, "front", rows, details=record.cpu_machine(), packages=PACKAGES)
+    path = record.write_here(options, "front", rows, PACKAGES)
     print(path)
 
 

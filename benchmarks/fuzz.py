@@ -431,7 +431,7 @@ def work(number: int, processes: int, seconds: float) -> list[Reached]:
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
-    parser.add_argument("--machine", default="cpu")
+    record.add_places(parser)
     parser.add_argument("--seconds", type=float, default=3600, help="of all targets and processes together")
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
@@ -450,8 +450,7 @@ def main() -> int:
         row = {"name": name, "outcome": "ok", "detail": detail, "examples": examples, "seconds": seconds}
         rows.append({**row, "core_seconds": sum(one.core_seconds for one in own)})
         print(f"{name}: {detail}")
-    details = record.cpu_machine()
-    print(record.write(arguments.machine, "fuzz", rows, details=details, packages=("hypothesis", "numpy")))
+    print(record.write_here(arguments, "fuzz", rows, ("hypothesis", "numpy")))
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,21 @@ def write(
     )
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def write_here(
+    options: Namespace, what: str, rows: Sequence[dict[str, Any]], packages: Sequence[str], *, key: str = ""
+) -> Path:
+    """`write` what this computer's processor was measured at, where `options` (add_places) say."""
+    return write(
+        options.machine,
+        what,
+        rows,
+        details=cpu_machine(),
+        packages=packages,
+        folder=options.out,
+        key=key,
+    )
 
 
 def section(text: str, begin: str, body: str) -> str:

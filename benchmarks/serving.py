@@ -253,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (at least 7 to report)")
     parser.add_argument("--seconds", type=int, default=3, help="whole seconds of one run of wrk")
-    parser.add_argument("--machine", default="cpu", help="short name of this machine in benchmarks/results")
+    record.add_places(parser)
     parser.add_argument(
         "--part", choices=PARTS, action="append", help="only these parts; the others' rows stay as they are"
     )
@@ -271,9 +271,7 @@ def main() -> None:
             for row in found:
                 print({key: _short(value) for key, value in row.items()}, flush=True)
             rows += found
-    path = record.write(
-        options.machine, "serving", rows, details=record.cpu_machine(), packages=PACKAGES, key="part"
-    )
+    path = record.write_here(options, "serving", rows, PACKAGES, key="part")
     draw(json.loads(path.read_text())["rows"], path.with_suffix(".png"))
     print(f"written: {path} and {path.with_suffix('.png')}")
 

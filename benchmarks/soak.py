@@ -431,7 +431,7 @@ def soak(data: Path, requests: int, *, processes: int = 1, seed: int = 1) -> dic
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--machine", default="cpu")
+    record.add_places(parser)
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--processes", type=int, default=1, help=f"of {ACTORS} actors each")
     parser.add_argument("--seed", type=int, default=1)
@@ -440,11 +440,7 @@ def main() -> int:
         row = soak(Path(data), arguments.requests, processes=arguments.processes, seed=arguments.seed)
     row = {"name": "soak", "outcome": "ok", "detail": f"{arguments.requests} requests", **row}
     print(json.dumps(row, indent=1))
-    print(
-        record.write(
-            arguments.machine, "soak", [row], details=record.cpu_machine(), packages=("numpy", "httpx")
-        )
-    )
+    print(record.write_here(arguments, "soak", [row], ("numpy", "httpx")))
     return 0
 
 

@@ -207,14 +207,7 @@ def main() -> None:
         told = f"{seconds['median'] * 1e3:8.1f} ms  " if seconds else " " * 13
         print(f"{told}{ratio['median']:6.2f} ×  {row['name']}  {row.get('outcome', '')}")
     if not options.no_write:
-        path = record.write(
-            options.machine,
-            "transport",
-            rows,
-            details=record.cpu_machine(),
-            packages=PACKAGES,
-            folder=options.out,
-        )
+        path = record.write_here(options, "transport", rows, PACKAGES)
         draw(rows, path.with_suffix(".png"))
         print(f"written: {path} and {path.with_suffix('.png')}")
 

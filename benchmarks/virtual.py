@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import add_places, cpu_machine, write
+from benchmarks.record import add_places, write_here
 from benchmarks.record import spread as minmax
 from kernels.problem import DType, Problem
 from kernels.virtual.cases import cases
@@ -97,10 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(sweep(arch, options.jobs, options.root))
         print(rows[-1], flush=True)
     packages = ["numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi"]
-    path = write(
-        options.machine, "virtual-speed", rows, details=cpu_machine(), packages=packages, folder=options.out
-    )
-    print(path)
+    print(write_here(options, "virtual-speed", rows, packages))
     return 0
 
 

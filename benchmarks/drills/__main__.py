@@ -48,15 +48,7 @@ def main() -> int:
         row = perform(drill)
         print(f"{row['name']:32} {row['outcome']:8} {row['seconds']:7.1f} s  {row['detail']}", flush=True)
         rows.append(row)
-    record.write(
-        options.machine,
-        "drills",
-        rows,
-        details=record.cpu_machine(),
-        packages=PACKAGES,
-        folder=options.out,
-        key="name",
-    )
+    record.write_here(options, "drills", rows, PACKAGES, key="name")
     return int(any(row["outcome"] != "passed" for row in rows))
 
 
