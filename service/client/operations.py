@@ -7,9 +7,6 @@ loop. The generator is sent the Reply to a Call, or thrown the ConnectionFailed;
 from __future__ import annotations
 
 import json
-import math
-import mmap
-import os
 import random
 import time
 import uuid
@@ -20,20 +17,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
-from service.client import jobs, tensors
+from service.client import fields, jobs, tensors
 from service.client.device import Bytes, OnDevice
 from service.client.errors import ConnectionFailed, GemmError, JobFailed, TimedOut, refusal
+from service.client.fields import JSON, RAW, Query
 from service.client.jobs import Job, Step
 from service.client.local import result_of
 from service.client.tensors import Array, Handle, Tensor
 from service.client.wire import Call, Head, Reply
 
-RAW = "application/octet-stream"
-JSON = "application/json"
 _RAW_BOTH_WAYS = (("content-type", RAW), ("accept", RAW))
-#: Fields for the shapes of what a body holds; a bias has the product's.
-_SHAPES = {"a": "a_shape", "b": "b_shape", "c": "c_shape"}
-
 #: Replies after which the same request may succeed: too many, no worker, draining, no room in the arena.
 _BUSY = frozenset({429, 503, 507})
 
@@ -55,8 +48,6 @@ class Made:
 
 
 T = TypeVar("T")
-#: Fields of a request in texts: what is derived from them is found again by them.
-Query = tuple[tuple[str, str], ...]
 Operation = Generator[Call | Pause, Reply | None, T]
 
 
@@ -153,12 +144,12 @@ class Operations:
     ) -> Operation[Made]:
         """D, as raw bytes both ways."""
         given = (a, b, c, bias)
-        query, parts = _operands(given, options)
+        query, parts = fields.operands(given, options)
         if isinstance(out, Handle):
-            target = _gemm((*query, ("out", f"handle:{out.name}")))
+            target = fields.gemm_path((*query, ("out", f"handle:{out.name}")))
             call = Call("POST", target, (("content-type", RAW), ("accept", JSON)), parts)
             reply = yield from attempt(call, self._retries, deadline)
-            return Made(reply, None, _kept(json.loads(reply.body)))
+            return Made(reply, None, fields.kept(json.loads(reply.body)))
         made = _on_gpu(query, given) if out is None else None
         try:
             reply, array = yield from self._product(query, parts, made if out is None else out, deadline)
@@ -178,7 +169,7 @@ class Operations:
         data = None
         if given is not None:
             query, data = (("out_dtype", given.dtype), *query), given.data
-        call = Call("POST", _gemm(query), _RAW_BOTH_WAYS, parts, place.take, into=data)
+        call = Call("POST", fields.gemm_path(query), _RAW_BOTH_WAYS, parts, place.take, into=data)
         reply = yield from attempt(call, self._retries, deadline)
         if into is not None:
             place.deliver(reply)
@@ -220,42 +211,44 @@ class Operations:
             headers.append(("if-none-match", "*"))
         data: Bytes
         if isinstance(value, Path):
-            data, media = _file(value)
+            data, media = fields.mapped(value)
         else:
             wired = tensors.tensor(tensors.adopt(value), "the array")
             data, media = wired.data, RAW
-            query |= {"dtype": wired.dtype, "shape": _shape(wired.shape)}
+            query |= {"dtype": wired.dtype, "shape": fields.shape_text(wired.shape)}
         headers.append(("content-type", media))
         # A conditional PUT whose reply was lost would find its own tensor there the second time.
         idempotent = replace and if_match is None
-        call = Call("PUT", _tensor(name, query), tuple(headers), (data,), idempotent=idempotent)
+        call = Call("PUT", fields.tensor_path(name, query), tuple(headers), (data,), idempotent=idempotent)
         reply = yield from attempt(call, self._retries, deadline)
-        return _kept({"name": name, **json.loads(reply.body or b"{}")})
+        return fields.kept({"name": name, **json.loads(reply.body or b"{}")})
 
     def get(self, name: str, out: Array | None, like: Array | None, deadline: float) -> Operation[Array]:
         """A kept tensor, as an array."""
-        return (yield from self._fetch(_tensor(name), out, like, deadline))
+        return (yield from self._fetch(fields.tensor_path(name), out, like, deadline))
 
     def head(self, name: str, deadline: float) -> Operation[Handle]:
         """What is known of a kept tensor."""
-        reply = yield from attempt(Call("HEAD", _tensor(name), (("accept", RAW),)), self._retries, deadline)
+        reply = yield from attempt(
+            Call("HEAD", fields.tensor_path(name), (("accept", RAW),)), self._retries, deadline
+        )
         headers = reply.head.headers
         return Handle(
             name,
             headers.get("etag", "").strip('"') or None,
             headers.get("x-gemm-dtype"),
-            _parse_shape(headers["x-gemm-shape"]) if "x-gemm-shape" in headers else None,
+            fields.parse_shape(headers["x-gemm-shape"]) if "x-gemm-shape" in headers else None,
         )
 
     def delete(self, name: str, if_match: str | None, deadline: float) -> Operation[None]:
         """Forget a kept tensor."""
         headers = () if if_match is None else (("if-match", f'"{if_match}"'),)
-        yield from attempt(Call("DELETE", _tensor(name), headers), self._retries, deadline)
+        yield from attempt(Call("DELETE", fields.tensor_path(name), headers), self._retries, deadline)
 
     def tensors(self, deadline: float) -> Operation[list[Handle]]:
         """All kept tensors, page by page."""
         rows = yield from self._pages("/tensors", "tensors", deadline)
-        return [_kept(row) for row in rows]
+        return [fields.kept(row) for row in rows]
 
     def _pages(self, path: str, field: str, deadline: float) -> Operation[list[dict[str, Any]]]:
         rows: list[dict[str, Any]] = []
@@ -335,21 +328,15 @@ class Operations:
         return [Job.of(row) for row in rows]
 
 
-@lru_cache(256)  # the same products are asked for again and again
-def _gemm(query: Query) -> str:
-    """Path and query; of a field that is there twice the later one counts."""
-    return f"/gemm?{urlencode(dict(query))}"
-
-
 def _on_gpu(query: Query, given: Iterable[Any]) -> Array | None:
     """Memory for a D that is wanted on a GPU, so that a service on the same GPU writes it there; else None."""
     kept: list[tuple[str, str]] = []
     for name, value in zip(("a", "b", "c"), given, strict=False):
-        if _handle(value) is None:
+        if fields.handle_of(value) is None:
             continue
         if not isinstance(value, Handle) or value.shape is None or value.dtype is None:
             return None
-        kept.append((f"{name}_shape", _shape(tuple(value.shape))))
+        kept.append((f"{name}_shape", fields.shape_text(tuple(value.shape))))
         if name != "c":
             kept.insert(0, ("dtype", value.dtype))
     found = _result_told((*kept, *query))
@@ -389,7 +376,7 @@ class _Place:
 
     def _check(self, head: Head) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape that a head tells; Unfit where the caller's array isn't so."""
-        dtype, shape = _told_of(head)
+        dtype, shape = fields.dtype_and_shape(head)
         if self.given is not None:
             tensors.check_target(self.given, dtype, shape)
         return dtype, shape
@@ -397,68 +384,17 @@ class _Place:
 
 def _late(reply: Reply) -> Array:
     """A result that came where no length was announced, as through a proxy that re-chunks."""
-    array, view = tensors.empty(*_told_of(reply.head))
+    array, view = tensors.empty(*fields.dtype_and_shape(reply.head))
     if len(view) != len(reply.body):
         raise GemmError(f"the reply has {len(reply.body)} bytes, its headers describe {len(view)}")
     view[:] = reply.body
     return array
 
 
-def _told_of(head: Head) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape of D by a reply's head."""
-    if "x-gemm-shape" not in head.headers:
-        raise GemmError("the reply doesn't say its shape; is this a GEMM service?")
-    return head.headers.get("x-gemm-dtype", ""), _parse_shape(head.headers["x-gemm-shape"])
-
-
-def _operands(given: Iterable[Any], options: Mapping[str, Any]) -> tuple[Query, tuple[Bytes, ...]]:
-    """Query fields and body of a raw request for a, b, c and bias."""
-    a, b, c, bias = map(tensors.adopt, given)
-    query = {name: _text(value) for name, value in options.items() if value is not None}
-    sent: dict[str, Tensor] = {}
-    for name, value in (("a", a), ("b", b)):
-        if (handle := _handle(value)) is not None:
-            query[name] = f"handle:{handle}"
-            continue
-        sent[name], turned = tensors.matrix(value, name)
-        if turned:
-            query[f"trans_{name}"] = _text(not options.get(f"trans_{name}"))
-    for name, value in (("c", c), ("bias", bias)):
-        if value is None:
-            continue
-        if (handle := _handle(value)) is not None:
-            query[name] = f"handle:{handle}"
-        else:
-            sent[name] = tensors.tensor(value, name)
-            query[f"{name}_dtype"] = sent[name].dtype
-    dtypes = {sent[name].dtype for name in ("a", "b") if name in sent}
-    if len(dtypes) > 1:
-        raise TypeError(f"a is {sent['a'].dtype} and b is {sent['b'].dtype}; they must share a dtype")
-    if dtypes:
-        query["dtype"] = dtypes.pop()
-    query |= {_SHAPES[name]: _shape(one.shape) for name, one in sent.items() if name in _SHAPES}
-    # What is sent was found in the order of the body.
-    return tuple(query.items()), tuple([one.data for one in sent.values()])
-
-
-def _handle(value: Any) -> str | None:
-    if isinstance(value, Handle):
-        return value.name
-    return value.removeprefix("handle:") if isinstance(value, str) else None
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return str(value)
-
-
 def result(made: Made) -> Result:
     """All that the service told of a product."""
     headers = made.reply.head.headers
-    times = _server_timing(headers.get("server-timing", ""))
+    times = fields.server_timing(headers.get("server-timing", ""))
     return Result(
         made.array,
         made.handle,
@@ -468,54 +404,3 @@ def result(made: Made) -> Result:
         times.get("compute", 0.0),
         headers.get("x-request-id", ""),
     )
-
-
-def _server_timing(text: str) -> dict[str, float]:
-    """Seconds by name, of a Server-Timing header (which has milliseconds)."""
-    times = {}
-    for entry in text.split(","):
-        name, _, duration = entry.strip().partition(";dur=")
-        if duration.replace(".", "", 1).isdigit():
-            times[name] = float(duration) / 1e3
-    return times
-
-
-def _kept(told: Mapping[str, Any]) -> Handle:
-    """A Handle from what the service says of a kept tensor, in a list or in a reply to a product."""
-    inner = told.get("out") if isinstance(told.get("out"), Mapping) else {}
-    whole = {**told, **(inner or {})}
-    shape = whole.get("shape")
-    return Handle(
-        str(whole.get("handle") or whole.get("name")),
-        whole.get("etag"),
-        whole.get("dtype"),
-        None if shape is None else tuple(shape),
-        whole.get("durable"),
-        whole.get("expires"),
-    )
-
-
-def _tensor(name: str, query: Mapping[str, Any] | None = None) -> str:
-    path = f"/tensors/{quote(name, safe='')}"
-    return f"{path}?{urlencode(query)}" if query else path
-
-
-def _file(path: Path) -> tuple[memoryview | bytes, str]:
-    """A file's bytes, mapped, and their media type by its suffix."""
-    media = {".npy": "application/x-npy", ".safetensors": "application/vnd.safetensors"}.get(path.suffix)
-    if media is None:
-        raise ValueError(f"{path.name} must end in .npy or .safetensors")
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return b"", media
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), media
-
-
-@lru_cache(256)
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-@lru_cache(256)
-def _parse_shape(text: str) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in text.replace(",", "x").split("x") if extent.strip())
