@@ -6,10 +6,11 @@
 Each shape: the selector (no table) names a variant; its D is checked element by element by the API's error
 bound against fp64, NaN before the launch; then all are timed. A contender is a CUDA graph of some launches
 over sets of normal inputs that together exceed L2. Burst: after a pause one replay each, in turn. Sustained:
-blocks of a quarter second, forth and back (A B C C B A), which is what counts. A ratio is the faster
-reference's median over ours. What TMA can't address is packed within the timed graph. With --all every own
-variant is timed in short blocks as well, which tells how far the selector was from the best (selector.json).
-With --profile what bounds each shape below its goal is read from NVML and ncu (benchmarks/profile.py).
+blocks of a quarter second, forth and back twice (A B C C B A, B C A A C B), which is what counts; each begins
+after a quarter second of the same work. A ratio is the faster reference's median over ours. What TMA can't
+address is packed within the timed graph. With --all every own variant is timed in short blocks as well, which
+tells how far the selector was from the best (selector.json). With --profile what bounds each shape below its goal
+is read from NVML and ncu (benchmarks/profile.py).
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ README = Path(__file__).parents[1] / "kernels" / "README.md"
 BEGIN = "<!-- suite: python -m benchmarks.suite --readme -->\n"
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
 BLOCK_SECONDS = 0.25
+SUSTAINED_TURNS = 4
+NEAR = 1.3  # times the fastest burst: what takes longer is timed once
 WARM_SECONDS = 1.2  # before sustained blocks: the power cap acts on about a second's mean
 PAUSE_SECONDS = 0.01
 GRAPH_SECONDS = 2e-3  # about what a graph holds, so that gaps between replays don't count
@@ -93,14 +96,16 @@ class Contender:
         torch.cuda.synchronize()
 
     def block(self, seconds: float, clock: Callable[[], int]) -> None:
-        """One sustained block; the clock is read in its second half."""
+        """One sustained block, after as much that isn't timed; the clock is read in its second half."""
         count = self._replays(seconds)
         begin, end = _events()
+        for _ in range(count):
+            self.graph.replay()
         begin.record()
         for _ in range(count):
             self.graph.replay()
         end.record()
-        time.sleep(0.7 * seconds)
+        time.sleep(1.7 * seconds)
         self.clocks.append(clock())
         end.synchronize()
         self.sustained.append(float(begin.elapsed_time(end)) / 1e3 / self.launches / count)
@@ -323,9 +328,10 @@ def race(
     clock: Callable[[], int],
     rounds: int,
 ) -> dict[str, Contender]:
-    """Time launchers against each other, by name: bursts in turn, then sustained blocks forth and back.
+    """Time launchers against each other, by name: bursts in turn, then sustained blocks forth and back, twice.
 
-    Before these the chip is warm and its clock held down, or whoever comes first has it all.
+    Before these the chip is warm and its clock held down, or whoever comes first has it all; before each the clock
+    settles on what the runner draws. Two blocks of a runner differ by up to 2 %.
     estimate: seconds of one launch, about.
     """
     runners = [contender(name, launch, sets, estimate) for name, launch in launchers.items()]
@@ -335,8 +341,10 @@ def race(
         for runner in runners[first:] + runners[:first]:
             runner.burst.append(runner.replay_seconds())
     runners[-1].warm(WARM_SECONDS)
-    for order in (runners, runners[::-1]):
-        for runner in order:
+    for turn in range(SUSTAINED_TURNS):
+        first = turn // 2 % len(runners)
+        order = runners[first:] + runners[:first]
+        for runner in order if turn % 2 == 0 else order[::-1]:
             runner.block(BLOCK_SECONDS, clock)
     return {runner.name: runner for runner in runners}
 
@@ -355,8 +363,8 @@ def _alternatives(
     found: dict[str, Any],
     chosen: float,
 ) -> list[dict[str, Any]]:
-    """Short blocks of every own variant that takes the problem, each beside the chosen one."""
-    rows = []
+    """Short blocks of every own variant that takes the problem: in turn where bursts say that it may be the best."""
+    runners: list[tuple[Step9, float, Contender]] = []
     for variant in variants():
         if variant.unsupported(fits, ours.device) or variant.seconds(fits, ours.device) > 3 * chosen:
             continue
@@ -364,21 +372,28 @@ def _alternatives(
         error = checked(launch, sets[0])
         runner = contender(variant.name, launch, sets, chosen)
         runner.burst += [runner.replay_seconds() for _ in range(3)]
-        for _ in range(2):
+        runners.append((variant, error, runner))
+    fastest = min(min(runner.burst) for _, _, runner in runners)
+    near = [runner for _, _, runner in runners if min(runner.burst) <= NEAR * fastest]
+    for turn in range(SUSTAINED_TURNS):
+        for runner in near if turn % 2 == 0 else near[::-1]:
             runner.block(BLOCK_SECONDS / 4, clock)
-        rows.append(
-            {
-                "problem": described(problem),
-                "variant": variant.name,
-                "reason": "asked",
-                "seconds": spread(runner.sustained),
-                "estimated_seconds": variant.seconds(fits, ours.device),
-                "timing": "short",
-                "sm_clock_mhz": runner.clocks,
-                "error": error,
-            }
-        )
-    return rows
+    for _, _, runner in runners:
+        if runner not in near:
+            runner.block(BLOCK_SECONDS / 4, clock)
+    return [
+        {
+            "problem": described(problem),
+            "variant": variant.name,
+            "reason": "asked",
+            "seconds": spread(runner.sustained),
+            "estimated_seconds": variant.seconds(fits, ours.device),
+            "timing": "short",
+            "sm_clock_mhz": runner.clocks,
+            "error": error,
+        }
+        for variant, error, runner in runners
+    ]
 
 
 def described(problem: Problem) -> dict[str, Any]:

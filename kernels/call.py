@@ -21,7 +21,7 @@ code      int: `Code.pack` below.
 batch     int: number of products.
 ctas      int: thread blocks that can be resident at once (SMs times blocks an SM); bounds a persistent grid.
 raster    int: order in which tiles are visited, for L2: groups of that many rows of tiles (negative: of
-          columns); 0 leaves it to the kernel.
+          columns, where the kernel can); 0 leaves it to the kernel.
 
 The stream is the caller's current one (tvm-ffi's environment stream, which a torch tensor among the arguments
 carries in). A launch is asynchronous, allocates nothing and may be captured into a graph; it begins with

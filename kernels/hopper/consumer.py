@@ -10,14 +10,17 @@ from functools import partial
 from typing import Any
 
 import cutlass
+import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.hopper.epilogue import (
+    BOX_ROWS,
     EVICT_FIRST,
     TILE_BYTES,
     Terms,
     consumer_barrier,
+    halves,
     is_simple,
     load,
     peer_address,
@@ -28,15 +31,29 @@ from kernels.hopper.epilogue import (
     store_any,
 )
 from kernels.hopper.marks import Mark, mark, nothing
-from kernels.hopper.pipeline import PipelineState, Tiles, release, wait_empty, wait_full
-from kernels.hopper.tilings import STAGING_BYTES, TILE_K
+from kernels.hopper.pipeline import FastTiles, PipelineState, release, wait_empty, wait_full
+from kernels.hopper.producer import major_of
+from kernels.hopper.tilings import STAGING_BYTES, TILE_K, Tiling
 
-__all__ = ["consume", "drain_any", "multiply", "reduce"]
+__all__ = ["consume", "drain_any", "mma_of", "multiply", "reduce"]
+
+
+def mma_of(t: Tiling, dtype: Any, x_k_major: bool, y_k_major: bool) -> cute.TiledMma:
+    """m64·q·k16, side by side for the consumers that split a tile's rows."""
+    return sm90.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        major_of(x_k_major).sm90_mma_major_mode(),
+        major_of(y_k_major).sm90_mma_major_mode(),
+        Float32,
+        (1 if t.pingpong else t.consumers, 1, 1),
+        tiler_mn=(64, t.q),
+    )
 
 
 @cute.jit
 def multiply(
-    tiled_mma: cute.TiledMma,
+    make_mma: cutlass.Constexpr,
     acc: cute.Tensor,
     rx: cute.Tensor,
     ry: cute.Tensor,
@@ -51,7 +68,7 @@ def multiply(
     lag: cutlass.Constexpr = 0,
     leads: Any = False,
 ) -> tuple[PipelineState, Int32]:
-    """acc += A·B over the next `k_tiles` stages, the last of them still in flight.
+    """acc = A·B over the next `k_tiles` stages, the last of them still in flight; of none, acc stays as it was.
 
     A stage is released once the group after it has been issued and its own is done. Who `leads` lets consumer 1
     begin when `lag` groups are issued. Returns the ring's place, and the stage that the caller releases after
@@ -63,9 +80,12 @@ def multiply(
         wait_full(full + state.stage, state.phase)
         note(Mark.MMA_MAY, k)
         warpgroup.fence()
+        mma = make_mma()  # a value of its own: the flag set below may not leave the loop
+        mma.set(warpgroup.Field.ACCUMULATE, k > 0)
         for block in cutlass.range_constexpr(TILE_K // 16):
             where = (None, None, block, state.stage)
-            cute.gemm(tiled_mma, acc, rx[where], ry[where], acc)
+            cute.gemm(mma, acc, rx[where], ry[where], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         note(Mark.MMA_ASKED, k)
         if cutlass.const_expr(lag > 0):
@@ -84,7 +104,7 @@ def multiply(
 def consume(
     t: cutlass.Constexpr,
     out: cutlass.Constexpr,
-    tiled_mma: cute.TiledMma,
+    make_mma: cutlass.Constexpr,
     sx: cute.Tensor,
     sy: cute.Tensor,
     sd: Any,
@@ -95,7 +115,7 @@ def consume(
     full: cute.Pointer,
     empty: cute.Pointer,
     inbox: Any,
-    tiles: Tiles,
+    tiles: FastTiles,
     first: Int32,
     step: Int32,
     k_tiles: Int32,
@@ -109,6 +129,7 @@ def consume(
 ) -> None:
     """Multiply what the ring holds and write the tiles out. `clock` notes the handoffs (marks.py)."""
     share = 0 if cutlass.const_expr(t.pingpong) else consumer  # which rows of the tile
+    tiled_mma = make_mma()
     slice_ = tiled_mma.get_slice(share * 128)
     rx = tiled_mma.make_fragment_A(slice_.partition_A(sx))  # (atom, p / 64, k / 16, stages)
     ry = tiled_mma.make_fragment_B(slice_.partition_B(sy))  # (atom, 1, k / 16, stages)
@@ -131,8 +152,6 @@ def consume(
             work = work + step
             _pass_turn(0)
     while work < tiles.total:
-        tile_p, tile_q, layer = tiles.at(work)
-        acc.fill(0.0)
         if cutlass.const_expr(t.pingpong):
             _take_turn(consumer)
         # In a tile shorter than the ring the first could come to the next one before the second has begun.
@@ -140,9 +159,10 @@ def consume(
         if cutlass.const_expr(t.lag > 0):
             if apart & (consumer == 1):
                 _take_turn(1)
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        if k_tiles == 0:
+            acc.fill(0.0)
         state, last = multiply(
-            tiled_mma,
+            make_mma,
             acc,
             rx,
             ry,
@@ -160,6 +180,7 @@ def consume(
         if cutlass.const_expr(t.pingpong):
             if work + step < tiles.total:
                 _pass_turn(1 - consumer)
+        tile_p, tile_q, layer = tiles.at(work)  # while the last group is under way
         warpgroup.wait_group(0)
         mark(clock, terms, work, k_tiles, consumer, Mark.LAST_DONE)
         if releases & (k_tiles > 0):
@@ -250,6 +271,7 @@ def _exchange(
         for number in cutlass.range_constexpr(4):
             i, half = number % 2, number // 2
             kept[(i, half, block), 0, 0] = kept[(i, half, block), 0, 0] + come[number]
+    consumer_barrier(consumer)  # all have read what came before any warp stages D there
     return kept
 
 
@@ -270,31 +292,38 @@ def _drain_tma(
     buffer: Int32,
     alpha: Float32,
 ) -> Int32:
-    """Accumulator → staged tiles → TMA stores, two in flight; returns which buffer is next."""
+    """Accumulator → staged tiles → TMA stores, two of each warp in flight; returns which buffer is next.
+
+    A warp stages its 16 rows and stores them itself, so it waits for its own stores alone.
+    """
     parts = 1 if t.pingpong else t.consumers
     width = TILE_BYTES // 64 // (out.width // 8)
-    pieces = cute.local_tile(gd, (64, width), (None, None, None))
+    boxes = 64 // BOX_ROWS
+    pieces = cute.local_tile(gd, (BOX_ROWS, width), (None, None, None))
     ds, dg = cpasync.tma_partition(
         tma_d, 0, cute.make_layout(1), cute.group_modes(sd, 0, 2), cute.group_modes(pieces, 0, 2)
     )
     warp = cute.arch.make_warp_uniform(thread // 32)
+    if alpha != 1.0:
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] * alpha
     for row in cutlass.range_constexpr(t.p // 64 // parts):
         for column in cutlass.range_constexpr(t.q // width):
             slot = consumer * 2 + buffer
             tile = staging + slot * TILE_BYTES
-            if warp == 0:
-                cute.arch.cp_async_bulk_wait_group(1, read=True)
-            consumer_barrier(consumer)
-            if cutlass.const_expr(out.width == 16):
-                put_half(tile, acc, row, column * 8, thread, alpha, out)
+            half = cutlass.const_expr(out.width == 16)
+            words = halves(acc, row, column * 8, out) if half else []  # before the wait, to fill it
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+            cute.arch.sync_warp()
+            if cutlass.const_expr(half):
+                put_half(tile, words, thread)
             else:
-                put_fp32(tile, acc, row, column * 4, thread, alpha)
+                put_fp32(tile, acc, row, column * 4, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            consumer_barrier(consumer)
-            if warp == 0:
-                where = (None, p0 // 64 + row * parts, q0 // width + column, layer)
-                cute.copy(tma_d, ds[(None, slot)], dg[where], cache_policy=Int64(EVICT_FIRST))
-                cute.arch.cp_async_bulk_commit_group()
+            cute.arch.sync_warp()
+            where = (None, (p0 // 64 + row * parts) * boxes + warp, q0 // width + column, layer)
+            cute.copy(tma_d, ds[(None, slot * boxes + warp)], dg[where], cache_policy=Int64(EVICT_FIRST))
+            cute.arch.cp_async_bulk_commit_group()
             buffer = buffer ^ 1
     return buffer
 
@@ -355,7 +384,7 @@ def _park(t: cutlass.Constexpr, acc: cute.Tensor, ring: Int32, consumer: Int32, 
 def reduce(
     t: cutlass.Constexpr,
     ring: Int32,
-    tiles: Tiles,
+    tiles: FastTiles,
     first: Int32,
     rank_p: Int32,
     rank_q: Int32,

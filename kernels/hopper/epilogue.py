@@ -2,7 +2,8 @@
 
 Two ways out, one rounding in either:
   put_half, put_fp32   alpha only: registers → tile of 8,192 B in TMA's 128-byte swizzle (stmatrix for 16
-                       bits), which the kernel stores by TMA, two in flight a consumer; TMA clips the edges
+                       bits). Each warp stores its 16 rows by TMA, two boxes in flight, and waits for no other
+                       warp; TMA clips the edges
   put_rows, store_any  all of it, any type and stride of D: registers → 64×64 tile of fp32 → a loop in which
                        consecutive threads take consecutive elements of D
 Thread t of a consumer holds rows 16·(t/32) + (t%32)/4 + {0, 8} and columns 2·(t%4) + {0, 1} of a 64×8 block.
@@ -21,10 +22,12 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from kernels.call import BIAS_ALONG_M
 
 __all__ = [
+    "BOX_ROWS",
     "EVICT_FIRST",
     "Terms",
     "consumer_barrier",
     "element",
+    "halves",
     "is_simple",
     "load",
     "peer_address",
@@ -37,7 +40,8 @@ __all__ = [
 ]
 
 EVICT_FIRST = 0x12F0_0000_0000_0000  # L2 policy: D is not read again here, A and B are
-TILE_BYTES = 8_192  # of a tile that TMA stores
+TILE_BYTES = 8_192  # of a tile that the four warps of a consumer stage
+BOX_ROWS = 16  # of it that a warp holds, and stores by TMA
 
 
 @dataclass(frozen=True)
@@ -223,28 +227,32 @@ def store_words(address: Int64, words: list[Any], *, loc: Any = None, ip: Any = 
     )
 
 
-def put_half(
-    tile: Int32, acc: cute.Tensor, row: int, first: int, thread: Int32, alpha: Float32, dtype: Any
-) -> None:
-    """64 columns from `first` (in blocks of 8) of accumulator rows `row`, as a 64×64 tile of 16 bits.
+def halves(acc: cute.Tensor, row: int, first: int, dtype: Any) -> list[list[Int32]]:
+    """What `put_half` stores: 64 columns from `first` (in blocks of 8) of accumulator rows `row`, rounded."""
+    return [
+        [
+            _pack(acc[(1, half, j + side), row, 0], acc[(0, half, j + side), row, 0], dtype)
+            for side in range(2)
+            for half in range(2)
+        ]
+        for j in range(first, first + 8, 2)
+    ]
+
+
+def put_half(tile: Int32, words: list[list[Int32]], thread: Int32) -> None:
+    """64 columns of `halves` as a 64×64 tile of 16 bits.
 
     Row r of the tile is 128 bytes; its 16-byte piece j lies at piece j ^ (r % 8): TMA's 128-byte swizzle.
     """
     lane, warp = thread % 32, thread // 32
     r = 16 * warp + lane % 16  # matrices 0, 2: rows 0-7; 1, 3: rows 8-15
     line = tile + r * 128
-    for pair in range(4):  # 16 columns: pieces 2·pair and 2·pair + 1
+    for pair, four in enumerate(words):  # 16 columns: pieces 2·pair and 2·pair + 1
         piece = (2 * pair + lane // 16) ^ (lane % 8)
-        j = first + 2 * pair
-        words = [
-            _pack(acc[(1, half, j + side), row, 0] * alpha, acc[(0, half, j + side), row, 0] * alpha, dtype)
-            for side in range(2)
-            for half in range(2)
-        ]
-        _stmatrix(line + piece * 16, words)
+        _stmatrix(line + piece * 16, four)
 
 
-def put_fp32(tile: Int32, acc: cute.Tensor, row: int, first: int, thread: Int32, alpha: Float32) -> None:
+def put_fp32(tile: Int32, acc: cute.Tensor, row: int, first: int, thread: Int32) -> None:
     """32 columns from `first` (in blocks of 8) as a 64×32 tile of fp32, swizzled as above."""
     lane, warp = thread % 32, thread // 32
     for half in range(2):
@@ -253,9 +261,7 @@ def put_fp32(tile: Int32, acc: cute.Tensor, row: int, first: int, thread: Int32,
         for block in range(4):
             piece = (2 * block + lane % 4 // 2) ^ (r % 8)
             j = first + block
-            _store_pair(
-                line + piece * 16, acc[(0, half, j), row, 0] * alpha, acc[(1, half, j), row, 0] * alpha
-            )
+            _store_pair(line + piece * 16, acc[(0, half, j), row, 0], acc[(1, half, j), row, 0])
 
 
 @cute.jit

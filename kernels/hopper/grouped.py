@@ -24,17 +24,16 @@ from functools import partial
 from typing import Any
 
 import cutlass
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from kernels.group import FIELDS, MAP_BYTES, RECORD_BYTES, ends_bytes
-from kernels.hopper.consumer import drain_any, multiply
+from kernels.hopper.consumer import drain_any, mma_of, multiply
 from kernels.hopper.epilogue import Terms, element
 from kernels.hopper.pipeline import PipelineState, Tiles, init_ring, release, wait_empty
-from kernels.hopper.producer import major_of, staged_layout
+from kernels.hopper.producer import staged_layout
 from kernels.hopper.tilings import GROUPED, INPUTS, STAGING_BYTES, TILE_K, Tiling, grouped_function
 from kernels.problem import DType
 from kernels.targets import Function
@@ -117,17 +116,7 @@ class Grouped:
     def __call__(self, table: cute.Tensor, count: Int32, total: Int32, ctas: Int32, stream: Any) -> None:
         t = self.tiling
         x_k_major, y_k_major = not self.trans_a, self.trans_b
-        tiled_mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            major_of(x_k_major).sm90_mma_major_mode(),
-            major_of(y_k_major).sm90_mma_major_mode(),
-            Float32,
-            (t.consumers, 1, 1),
-            tiler_mn=(64, t.q),
-        )
         self.kernel(
-            tiled_mma,
             staged_layout(x_k_major, t.p, self.dtype, t.stages),
             staged_layout(y_k_major, t.q, self.dtype, t.stages),
             table.iterator.toint(),
@@ -144,7 +133,6 @@ class Grouped:
     @cute.kernel
     def kernel(
         self,
-        tiled_mma: cute.TiledMma,
         x_smem: cute.ComposedLayout,
         y_smem: cute.ComposedLayout,
         ends: Int64,
@@ -179,7 +167,7 @@ class Grouped:
             if cutlass.const_expr(t.consumers > 1):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self._consume(
-                tiled_mma, sx, sy, staging, full, empty, ends, records, block, blocks, total,
+                sx, sy, staging, full, empty, ends, records, block, blocks, total,
                 group - 1, thread % 128,
             )  # fmt: skip
 
@@ -234,7 +222,6 @@ class Grouped:
     @cute.jit
     def _consume(
         self,
-        tiled_mma: cute.TiledMma,
         sx: cute.Tensor,
         sy: cute.Tensor,
         staging: Int32,
@@ -250,6 +237,8 @@ class Grouped:
     ) -> None:
         """Multiply what the ring holds and write each tile into the D that it belongs to."""
         t = self.tiling
+        make_mma = partial(mma_of, t, self.dtype, not self.trans_a, self.trans_b)
+        tiled_mma = make_mma()
         slice_ = tiled_mma.get_slice(consumer * 128)
         rx = tiled_mma.make_fragment_A(slice_.partition_A(sx))  # (atom, p / 64, k / 16, stages)
         ry = tiled_mma.make_fragment_B(slice_.partition_B(sy))  # (atom, 1, k / 16, stages)
@@ -262,13 +251,13 @@ class Grouped:
         while work < total:
             index = _whose(ends, work, index)
             record = records + Int64(index) * RECORD_BYTES
-            tile_p, tile_q, layer = _tiles(record).at(work - _field(record, "first"))
             k_tiles = _field(record, "k_tiles")
-            acc.fill(0.0)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            if k_tiles == 0:
+                acc.fill(0.0)
             state, last = multiply(
-                tiled_mma, acc, rx, ry, full, empty, k_tiles, state, releases, Int32(0), False
+                make_mma, acc, rx, ry, full, empty, k_tiles, state, releases, Int32(0), False
             )
+            tile_p, tile_q, layer = _tiles(record).at(work - _field(record, "first"))
             warpgroup.wait_group(0)
             if releases & (k_tiles > 0):
                 release(empty + last, Int32(0), False)

@@ -14,7 +14,16 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.experimental import primitives
 
-__all__ = ["PipelineState", "Tiles", "init_inbox", "init_ring", "release", "wait_empty", "wait_full"]
+__all__ = [
+    "FastTiles",
+    "PipelineState",
+    "Tiles",
+    "init_inbox",
+    "init_ring",
+    "release",
+    "wait_empty",
+    "wait_full",
+]
 
 
 class PipelineState:
@@ -112,9 +121,9 @@ def release(barrier: cute.Pointer, rank: Int32, shared: cutlass.Constexpr) -> No
 
 
 class Tiles:
-    """Order in which tiles are visited: along q in groups of `group` rows of tiles, so that a wave reuses L2.
+    """Order in which tiles are visited: along q in bands of `group` rows of tiles, so that a wave reuses L2.
 
-    Counts are in tiles of a whole cluster. A negative group runs along p in groups of columns.
+    Counts are in tiles of a whole cluster.
     """
 
     def __init__(self, p: Int32, q: Int32, batch: Int32, group: Int32) -> None:
@@ -136,18 +145,49 @@ class Tiles:
         """(p, q, batch) of the tile number `index`."""
         layer = index // (self.p * self.q)
         rest = index - layer * (self.p * self.q)
-        p, q = _grouped(rest, self.p, self.q, self.group)
-        if self.group < 0:
-            q, p = _grouped(rest, self.q, self.p, -self.group)
-        return p, q, layer
+        size = self.group * self.q
+        band = rest // size
+        first = band * self.group
+        height = cutlass.min(self.group, self.p - first)
+        within = rest - band * size
+        column = within // height
+        return first + within - column * height, column, layer
 
 
-@cute.jit
-def _grouped(index: Int32, rows: Int32, columns: Int32, group: Int32) -> tuple[Int32, Int32]:
-    size = group * columns
-    band = index // size
-    first = band * group
-    height = cutlass.min(group, rows - first)
-    within = index - band * size
-    column = within // height
-    return first + within - column * height, column
+class FastTiles:
+    """The same order; the host has prepared what dividing takes, so that a place costs a few multiplications."""
+
+    def __init__(self, total: Int32, rows: Int32, layer: Any, band: Any, group: Any, rest: Any) -> None:
+        """Use `of`. Divisors: tiles of a layer, of a whole band; rows of a whole band, of a layer's last one."""
+        self.total, self.rows = total, rows
+        self.layer, self.band, self.group, self.rest = layer, band, group, rest
+
+    @staticmethod
+    def of(p: Int32, q: Int32, batch: Int32, group: Int32) -> FastTiles:
+        """On the host: `p`×`q` tiles in each of `batch` layers, all of them at least 1."""
+        divide = cute.fast_divmod_create_divisor_v2
+        rest = p - (p - 1) // group * group
+        return FastTiles(p * q * batch, p, divide(p * q), divide(group * q), divide(group), divide(rest))
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        divisors = self.layer, self.band, self.group, self.rest
+        values = [self.total.ir_value(), self.rows.ir_value()]
+        return values + [value for each in divisors for value in each.__extract_mlir_values__()]
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> FastTiles:
+        divisors = self.layer, self.band, self.group, self.rest
+        made = [
+            each.__new_from_mlir_values__(values[2 + 2 * n : 4 + 2 * n]) for n, each in enumerate(divisors)
+        ]
+        return FastTiles(Int32(values[0]), Int32(values[1]), *made)
+
+    @cute.jit
+    def at(self, index: Int32) -> tuple[Int32, Int32, Int32]:
+        """(p, q, batch) of the tile number `index`."""
+        layer, inside = divmod(index, self.layer)
+        band, within = divmod(inside, self.band)
+        first = band * self.group.divisor
+        column, row = divmod(within, self.group)
+        if first + self.group.divisor > self.rows:
+            column, row = divmod(within, self.rest)
+        return first + row, column, layer

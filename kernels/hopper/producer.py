@@ -16,7 +16,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from kernels.hopper.epilogue import Terms
 from kernels.hopper.marks import Mark, mark
-from kernels.hopper.pipeline import PipelineState, Tiles, wait_empty
+from kernels.hopper.pipeline import FastTiles, PipelineState, wait_empty
 from kernels.hopper.tilings import TILE_K
 
 __all__ = ["load_atom", "major_of", "produce", "staged_layout"]
@@ -54,7 +54,7 @@ def produce(
     sy: cute.Tensor,
     full: cute.Pointer,
     empty: cute.Pointer,
-    tiles: Tiles,
+    tiles: FastTiles,
     first: Int32,
     step: Int32,
     k_first: Int32,

@@ -9,7 +9,8 @@ Roles       warpgroup 0: producer, 40 registers: warp 0 loads by TMA, the others
             consumers, 232 registers: wgmma m64·q·k16, one group in flight, then the epilogue, while the
             producer already fills the ring with the next tile. With one consumer nothing is moved.
 Barriers    full[s], empty[s]: see pipeline.py. Named, of one consumer: 10 + consumer, 128 threads, twice a
-            staged tile (it is free; it is written). Of all: 9, before split-K reuses the ring;
+            tile that is staged for the rest of the epilogue (it is free; it is written); by TMA each warp
+            stores what it staged. Of all: 9, before split-K reuses the ring;
             12 + consumer, 256 threads: its turn, in ping-pong and where consumer 1 lags. Cluster: barriers
             are initialized; split-K's parts are there; nobody signals or reads a peer any more.
             inbox[consumer], of two blocks that divide K: 1 arrival and the bytes of half a tile, which the
@@ -29,22 +30,21 @@ from functools import partial
 from typing import Any, ClassVar
 
 import cutlass
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from kernels.hopper.consumer import consume, reduce
-from kernels.hopper.epilogue import TILE_BYTES, Terms
+from kernels.hopper.consumer import consume, mma_of, reduce
+from kernels.hopper.epilogue import BOX_ROWS, TILE_BYTES, Terms
 from kernels.hopper.marks import SILENT
-from kernels.hopper.pipeline import Tiles, init_inbox, init_ring
-from kernels.hopper.producer import load_atom, major_of, produce, staged_layout
+from kernels.hopper.pipeline import FastTiles, init_inbox, init_ring
+from kernels.hopper.producer import load_atom, produce, staged_layout
 from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Member, Tiling
 from kernels.problem import DType
 from kernels.targets import Function
 
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
-DEFAULT_GROUP = 8
+BAND = 8  # rows of tiles, where the caller leaves it to the kernel
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,6 @@ class Gemm:
         p, q = x.shape[0], y.shape[0]
         terms = Terms(d, d_batch, d_p, d_q, c, c_batch, c_p, c_q, bias, alpha, beta, code, p, q)
 
-        tiled_mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            major_of(x_k_major).sm90_mma_major_mode(),
-            major_of(y_k_major).sm90_mma_major_mode(),
-            Float32,
-            (1 if t.pingpong else t.consumers, 1, 1),
-            tiler_mn=(64, t.q),
-        )
         x_smem = staged_layout(x_k_major, t.p, self.dtype, t.stages)
         y_smem = staged_layout(y_k_major, t.q, self.dtype, t.stages)
         tma_x, gx = load_atom(x, x_k_major, t.p // t.cluster_q, t.cluster_q > 1)
@@ -122,17 +113,22 @@ class Gemm:
                 ),
             )
             atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out)
-            d_smem = cute.tile_to_shape(atom, (64, width, 2 * t.consumers), order=(0, 1, 2))
+            staged = 2 * t.consumers * (64 // BOX_ROWS)
+            d_smem = cute.tile_to_shape(atom, (BOX_ROWS, width, staged), order=(0, 1, 2))
             tma_d, gd = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), d_tensor, cute.select(d_smem, mode=[0, 1]), (64, width)
+                cpasync.CopyBulkTensorTileS2GOp(),
+                d_tensor,
+                cute.select(d_smem, mode=[0, 1]),
+                (BOX_ROWS, width),
             )
 
         tiles_p = cute.ceil_div(p, t.p * t.cluster_p)
         tiles_q = cute.ceil_div(q, t.q * t.cluster_q)
-        total = tiles_p * tiles_q * batch
-        clusters = total
+        group = raster if raster > 0 else Int32(BAND)
+        tiles = FastTiles.of(tiles_p, tiles_q, batch, group)
+        clusters = tiles.total
         if cutlass.const_expr(t.split == 1):
-            clusters = cutlass.min(total, cutlass.max(ctas // t.cluster, 1))
+            clusters = cutlass.min(clusters, cutlass.max(ctas // t.cluster, 1))
         self.kernel(
             tma_x,
             gx,
@@ -140,15 +136,11 @@ class Gemm:
             gy,
             tma_d,
             gd,
-            tiled_mma,
             x_smem,
             y_smem,
             d_smem,
             *terms.values(),
-            tiles_p,
-            tiles_q,
-            batch,
-            raster,
+            tiles,
         ).launch(
             grid=(clusters * t.cluster, 1, 1),
             block=(t.threads, 1, 1),
@@ -170,7 +162,6 @@ class Gemm:
         gy: cute.Tensor,
         tma_d: Any,
         gd: Any,
-        tiled_mma: cute.TiledMma,
         x_smem: cute.ComposedLayout,
         y_smem: cute.ComposedLayout,
         d_smem: Any,
@@ -188,10 +179,7 @@ class Gemm:
         code: Int32,
         p: Int32,
         q: Int32,
-        tiles_p: Int32,
-        tiles_q: Int32,
-        batch: Int32,
-        raster: Int32,
+        tiles: FastTiles,
     ) -> None:
         t = self.tiling
         terms = Terms(d, d_batch, d_p, d_q, c, c_batch, c_p, c_q, bias, alpha, beta, code, p, q)
@@ -242,7 +230,6 @@ class Gemm:
         if cutlass.const_expr(t.half_sm):
             cute.arch.griddepcontrol_launch_dependents()  # there is room for them beside this block
 
-        tiles = Tiles(tiles_p, tiles_q, batch, raster if raster != 0 else Int32(DEFAULT_GROUP))
         k_tiles = cute.ceil_div(cute.size(gx, mode=[1]), TILE_K)
         if alpha == 0.0:
             k_tiles = Int32(0)
@@ -287,7 +274,7 @@ class Gemm:
             consume(
                 t,
                 self.out,
-                tiled_mma,
+                partial(mma_of, t, self.dtype, *self._k_major()),
                 sx,
                 sy,
                 sd,

@@ -18,7 +18,7 @@ from cutlass import Float16, Int32, Int64, cute
 
 from kernels.hopper.epilogue import Terms
 from kernels.hopper.marks import CONSUMER, FUNCTION, MARKS, Mark
-from kernels.hopper.pipeline import PipelineState, Tiles, wait_full
+from kernels.hopper.pipeline import FastTiles, PipelineState, wait_full
 from kernels.hopper.step9_multi_consumer import Gemm, compile_gemm
 from kernels.hopper.tilings import FAMILY
 from kernels.targets import Function
@@ -52,7 +52,7 @@ class Clock:
     def watch(
         self,
         full: cute.Pointer,
-        tiles: Tiles,
+        tiles: FastTiles,
         first: Int32,
         step: Int32,
         k_tiles: Int32,
