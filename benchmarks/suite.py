@@ -6,8 +6,8 @@
 Each shape: the selector (no table) names a variant; its D is checked element by element by the API's error
 bound against fp64, NaN before the launch; then all are timed. A contender is a CUDA graph of some launches
 over sets of normal inputs that together exceed L2. Burst: after a pause one replay each, in turn. Sustained:
-blocks of a quarter second, forth and back twice (A B C C B A, B C A A C B), which is what counts; each begins
-after a quarter second of the same work. A ratio is the faster reference's median over ours. What TMA can't
+blocks of a fifth of a second, forth and back twice (A B C C B A, B C A A C B), which is what counts; each begins
+after as long of the same work. A ratio is the faster reference's median over ours. What TMA can't
 address is packed within the timed graph. With --all every own variant is timed in short blocks as well, which
 tells how far the selector was from the best (selector.json). With --profile what bounds each shape below its goal
 is read from NVML and ncu (benchmarks/profile.py).
@@ -58,7 +58,7 @@ LAYOUT_SHAPES = ((1, 4096, 4096, 4096), (1, 8192, 8192, 8192))  # timed with tra
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 BEGIN = "<!-- suite: python -m benchmarks.suite --readme -->\n"
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
-BLOCK_SECONDS = 0.25
+BLOCK_SECONDS = 0.2
 SUSTAINED_TURNS = 4
 NEAR = 1.3  # times the fastest burst: what takes longer is timed once
 WARM_SECONDS = 1.2  # before sustained blocks: the power cap acts on about a second's mean

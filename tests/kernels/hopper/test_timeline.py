@@ -128,6 +128,7 @@ def agree(model: Timeline, measured: Timeline) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 def test_the_file_is_what_the_virtual_gpu_says(
     model: Timeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +147,7 @@ def test_the_file_is_what_the_virtual_gpu_says(
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 def test_the_model_s_own_account_agrees_with_the_marks(tmp_path: Path) -> None:
     """Marks tell what roles see; the model knows what its tensor cores did."""
     pytest.importorskip("cutlass")
