@@ -322,8 +322,9 @@ def _drain_tma(
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             where = (None, (p0 // 64 + row * parts) * boxes + warp, q0 // width + column, layer)
-            cute.copy(tma_d, ds[(None, slot * boxes + warp)], dg[where], cache_policy=Int64(EVICT_FIRST))
-            cute.arch.cp_async_bulk_commit_group()
+            with cute.arch.elect_one():
+                cute.copy(tma_d, ds[(None, slot * boxes + warp)], dg[where], cache_policy=Int64(EVICT_FIRST))
+                cute.arch.cp_async_bulk_commit_group()
             buffer = buffer ^ 1
     return buffer
 
