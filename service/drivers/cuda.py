@@ -75,6 +75,7 @@ class CudaDriver:
     def start(self, report: Callable[[Report], None]) -> None:
         """Open the GPU, page-lock the arena, verify the reference; own variants join as their self-tests pass."""
         self._tell = report
+        populated = self._memory.arena.populate()  # takes about as long as importing torch
         try:
             import torch
         except ImportError as error:
@@ -84,6 +85,7 @@ class CudaDriver:
             if not torch.cuda.is_available():
                 raise CannotStart("torch finds no CUDA device or no driver that fits it", needs_person=True)
             torch.cuda.set_device(self._index)
+            populated.join()
             self._open()
         except (RuntimeError, AssertionError) as error:
             raise CannotStart(f"GPU {self._index} can't be used: {error}", needs_person=True) from None

@@ -32,6 +32,15 @@ def test_both_mappings_see_the_same_bytes(slots: Slots) -> None:
     other.close()
 
 
+def test_all_pages_are_taken_before_they_are_locked(slots: Slots) -> None:
+    arena = slots.arena
+    arena.view(0, 4)[:] = b"kept"
+    assert os.fstat(arena.fd).st_blocks * 512 < arena.size
+    arena.populate().join()
+    assert os.fstat(arena.fd).st_blocks * 512 == arena.size
+    assert bytes(arena.view(0, 5)) == b"kept\0"
+
+
 def test_views_outside_the_arena_are_refused(slots: Slots) -> None:
     for offset, nbytes in ((-1, 1), (0, 64 * PAGE + 1), (64 * PAGE, 1), (0, -1)):
         with pytest.raises(ValueError, match="outside the arena"):
