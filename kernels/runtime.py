@@ -48,6 +48,27 @@ class _Ready:
     ctas: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What a launch takes besides its operands: a function, its blocks, the order of its tiles, and the argument `code`
+    where there is neither C nor bias. `packs`: A or B, whose rows TMA can't address, is packed first.
+    """
+
+    ready: _Ready
+    blocks: int
+    raster: int
+    code: int
+    packs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a problem is computed; without a launch by the reference."""
+
+    choice: Choice
+    launch: _Launch | None
+
+
 class Runtime:
     """One GPU: chooses and runs products. Safe for threads; work goes to the caller's current stream."""
 
@@ -73,6 +94,7 @@ class Runtime:
         self._unequal: set[str] = set()
         self._check = check
         self._lock = threading.RLock()
+        self._ways: dict[tuple[Problem, str], _Way] = {}
         self._plan = lru_cache(PLANS)(self._choose_now)
         self._class = lru_cache(PLANS)(self._class_now)
         self._geometry = lru_cache(PLANS)(self._geometry_now)
@@ -139,18 +161,32 @@ class Runtime:
 
         before: called once all is chosen and checked, right before the launch; a place to record an event.
         """
+        way = self._ways.get((problem, variant)) or self._find_way(problem, variant)
+        if way.launch is None:
+            before()
+            cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
+        else:
+            self._start(way.launch, problem, operands, before=before)
+        return way.choice
+
+    def _find_way(self, problem: Problem, variant: str) -> _Way:
+        """By a variant that is to be trusted; kept until what may run, or how long it takes, is another."""
         tidy = as_packed(problem)
         kind = _kind(tidy)
-        while True:
-            choice = self._plan(kind, variant)
-            if choice.variant == cublas.NAME:
-                before()
-                cublas.compute(problem, operands.a, operands.b, operands.d, operands.c, operands.bias)
-                return choice
-            chosen = self._by_name[choice.variant]
-            if self.trusts(chosen, tidy):
-                self.launch(chosen, problem, operands, before=before)
-                return choice
+        with self._lock:  # or what is barred meanwhile would be found again
+            while True:
+                choice = self._plan(kind, variant)
+                if choice.variant == cublas.NAME:
+                    way = _Way(choice, None)
+                    break
+                chosen = self._by_name[choice.variant]
+                if self.trusts(chosen, tidy):
+                    way = _Way(choice, self._geometry(cast(Hashable, chosen), problem))
+                    break
+            if len(self._ways) >= PLANS:
+                self._ways.clear()
+            self._ways[problem, variant] = way
+        return way
 
     def groups(self, problems: Sequence[Problem], host: Host | None = None) -> list[Group]:
         """Which of these products, that wait together, gain by sharing a launch. Raises Unsupported.
@@ -241,14 +277,25 @@ class Runtime:
         if variant in self.grouped:
             self.launch_group(variant, [(problem, operands)], blocks=blocks, before=before)
             return
-        compiled = cast(Compiled, variant)
-        fitting = as_packed(problem)
-        if fitting is not problem:  # packing is part of the product's work
+        known = self._geometry(cast(Hashable, variant), problem)
+        self._start(known, problem, operands, blocks=blocks, before=before)
+
+    def _start(
+        self,
+        known: _Launch,
+        problem: Problem,
+        operands: Operands,
+        *,
+        blocks: int | None = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        """See `launch`."""
+        if known.packs:  # packing is part of the product's work
             before()
             before = _nothing
         given = self._prepare(problem, operands)
         a, b, c, d, bias, tail = given.a, given.b, given.c, given.d, given.bias, problem.epilogue
-        ready, fewest, raster = self._geometry(cast(Hashable, compiled), _kind(fitting))
+        plain = c is None and bias is None
         arguments = (
             a,
             b,
@@ -259,19 +306,25 @@ class Runtime:
             0 if bias is None else bias.data_ptr(),
             tail.alpha,
             tail.beta,
-            code_of(problem, c=maybe_dtype_of(c), bias=maybe_dtype_of(bias)),
+            known.code if plain else code_of(problem, c=maybe_dtype_of(c), bias=maybe_dtype_of(bias)),
             problem.batch,
-            blocks or fewest,
-            raster,
+            blocks or known.blocks,
+            known.raster,
         )
         before()
-        ready.call(*arguments)
+        known.ready.call(*arguments)
 
-    def _geometry_now(self, variant: Hashable, fitting: Problem) -> tuple[_Ready, int, int]:
-        """A variant's function for a problem, its blocks, and the order of its tiles."""
+    def _geometry_now(self, variant: Hashable, problem: Problem) -> _Launch:
         compiled = cast(Compiled, variant)
+        fitting = as_packed(problem)
         ready = self._load(compiled.function(fitting))
-        return ready, compiled.blocks(fitting, ready.ctas), compiled.raster(fitting, self.device)
+        return _Launch(
+            ready,
+            compiled.blocks(fitting, ready.ctas),
+            compiled.raster(fitting, self.device),
+            code_of(problem),
+            fitting is not problem,
+        )
 
     def _load(self, name: str) -> _Ready:
         ready = self._ready.get(name)
@@ -292,8 +345,10 @@ class Runtime:
 
     def _unproven(self, variant: Variant, problem: Problem) -> str | None:
         """Why the variant's function may not be trusted; None where it was seen right on this device."""
+        if self._check is None or variant.name in self._proven:
+            return None
         name = cast(Compiled, variant).function(problem)
-        if self._check is None or variant.name in self._proven or name in self._proven:
+        if name in self._proven:
             return None
         if _capturing():
             raise NotLoaded(f"{name} must have run once before a CUDA graph is captured with it")
@@ -312,6 +367,7 @@ class Runtime:
                 self._barred[each.name] = f"no kernels are built for {self.device.arch}"
 
     def _forget_plans(self) -> None:
+        self._ways.clear()
         self._plan.cache_clear()
         self._class.cache_clear()
         self._joins.cache_clear()

@@ -16,7 +16,7 @@ from kernels.group import GroupVariant
 from kernels.libraries import Libraries
 from kernels.operands import Operands
 from kernels.problem import Problem
-from kernels.runtime import Check, Runtime, _Ready
+from kernels.runtime import Check, Runtime, _Launch, _Ready
 from kernels.selector import Variant
 from kernels.virtual.host import host, on_device, run
 from kernels.virtual.launch import Options
@@ -55,9 +55,9 @@ class VirtualRuntime(Runtime):
         self._tensors: dict[str, Any] = {}
         self._launching = threading.RLock()
 
-    def launch(
+    def _start(
         self,
-        variant: Variant,
+        known: _Launch,
         problem: Problem,
         operands: Operands,
         *,
@@ -68,7 +68,7 @@ class VirtualRuntime(Runtime):
         with self._launching:
             given = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
             self._tensors = {name: x for name, x in given.items() if x is not None}
-            super().launch(variant, problem, operands, blocks=blocks, before=before)
+            super()._start(known, problem, operands, blocks=blocks, before=before)
 
     def launch_group(
         self,

@@ -26,6 +26,7 @@ from kernels.problem import DType, Problem, Unsupported
 from kernels.runtime import Runtime, runtime
 from service.drivers.base import CannotStart, late, problem_asked
 from service.drivers.cuda_regions import CudaRegions
+from service.drivers.events import Events
 from service.drivers.fetches import Fetches
 from service.drivers.flight import Flight
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
@@ -106,8 +107,9 @@ class CudaDriver:
         self._lent.add_host(0, self._memory.arena.memory)
         free, _ = torch.cuda.mem_get_info(self._place)
         self._cache = Cache(int(free * CACHE_SHARE))
-        self._moves = Moves(torch, self._place, self._lent, self._cache, inward, outward)
-        self._launches = Launches(torch, self._runtime, self._lent, self._guard)
+        self._events = Events(torch)
+        self._moves = Moves(torch, self._place, self._lent, self._cache, self._events, inward, outward)
+        self._launches = Launches(self._runtime, self._lent, self._events, self._compute, self._guard)
         self._fetches = Fetches(torch, self._back, self._cache, self._moves)
         self._loans = Loans(torch, self._place, self._back, int(free * CACHE_SHARE * LOAN_SHARE))
 
@@ -189,8 +191,9 @@ class CudaDriver:
             self._fault(error, self._flights[0] if self._flights else None)
         while self._flights and self._is_over(self._flights[0]):
             flight = self._flights.popleft()
-            flight.held.clear()
             flight.done(flight.outcome())
+            flight.held.clear()
+            self._events.give_back(flight)
         self._go_on()
         return fetching or bool(self._flights)
 
@@ -207,6 +210,7 @@ class CudaDriver:
                         self._launch(head)
                 except Exception as error:
                     self._fault(error, head)
+                head.launched()
             else:
                 return
             self._waiting.popleft()

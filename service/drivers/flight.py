@@ -28,7 +28,8 @@ class Flight:
     """A batch in the lanes. `taken` is when the worker got it (CLOCK_MONOTONIC seconds).
 
     `held` keeps device memory until the last copy is done; `kept` are items whose D stays; `marks` are events: begun
-    and arrived around copies in (absent where all operands were there), computed, left.
+    and arrived around copies in (absent where all operands were there), computed, left. `events` are all that it uses,
+    which are others' once it was told of.
     """
 
     batch: Batch
@@ -39,6 +40,8 @@ class Flight:
     held: list[Any] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
     marks: dict[str, Any] = field(default_factory=dict)
+    events: list[Any] = field(default_factory=list)
+    _items: tuple[ItemDone, ...] = ()
 
     def refuse(self, items: Iterable[Item], code: str, detail: str) -> None:
         """These items end without a product."""
@@ -60,20 +63,26 @@ class Flight:
         """Variant of its first launch that has not ended."""
         return next((run.choice.variant for run in self.runs if not run.ended.query()), cublas.NAME)
 
+    def launched(self) -> None:
+        """All is queued: word what doesn't hang on how long it takes, while the device computes."""
+        for run in self.runs:
+            choice = run.choice
+            variant, reason, why = choice.variant, choice.reason.value, choice.why
+            for item in run.items:
+                if item.id not in self.ended:
+                    kept = item.id in self.kept
+                    self.ended[item.id] = ItemDone(item.id, "", "", variant, reason, why, kept)
+        self._items = tuple(self.ended[item.id] for item in self.batch.items)
+
     def outcome(self) -> BatchDone:
         """How it went; to be asked once it is over."""
         marks = self.marks
         flops: dict[str, float] = {}
         busy: dict[str, float] = {}
         for run in self.runs:
-            choice = run.choice
-            flops[choice.variant] = flops.get(choice.variant, 0.0) + run.flops
-            busy[choice.variant] = busy.get(choice.variant, 0.0) + run.begun.elapsed_time(run.ended) / 1e3
-            for item in run.items:
-                told = ItemDone(
-                    item.id, "", "", choice.variant, str(choice.reason), choice.why, item.id in self.kept
-                )
-                self.ended.setdefault(item.id, told)
+            variant = run.choice.variant
+            flops[variant] = flops.get(variant, 0.0) + run.flops
+            busy[variant] = busy.get(variant, 0.0) + run.begun.elapsed_time(run.ended) / 1e3
         seconds = {
             "copy_in": marks["begun"].elapsed_time(marks["arrived"]) / 1e3 if "begun" in marks else 0.0,
             "kernel": sum(busy.values()),
@@ -83,6 +92,5 @@ class Flight:
                 else marks["computed"].elapsed_time(marks["left"]) / 1e3
             ),
         }
-        items = tuple(self.ended[item.id] for item in self.batch.items)
         host = max(0.0, time.monotonic() - self.taken - sum(seconds.values()))
-        return BatchDone(self.batch.id, items, seconds, flops, busy, host)
+        return BatchDone(self.batch.id, self._items, seconds, flops, busy, host)

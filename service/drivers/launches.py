@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kernels import cublas
@@ -15,6 +16,7 @@ from kernels.problem import Problem
 from kernels.runtime import Runtime
 from kernels.together import Group, Host
 from service.drivers.base import late, problem_of
+from service.drivers.events import Events
 from service.drivers.flight import Flight, Run
 from service.drivers.lent import Lent
 from service.drivers.tiles import LARGEST, tiles
@@ -30,12 +32,13 @@ Guard = Callable[..., Any]
 
 
 class Launches:
-    """Of one GPU, on the caller's current stream. `guard` refuses items for which a step fails."""
+    """Of one GPU. `stream` is the caller's current one; `guard` refuses items for which a step fails."""
 
-    def __init__(self, torch: Any, runtime: Runtime, lent: Lent, guard: Guard) -> None:
-        self._torch = torch
+    def __init__(self, runtime: Runtime, lent: Lent, events: Events, stream: Any, guard: Guard) -> None:
         self._runtime = runtime
         self._lent = lent
+        self._events = events
+        self._stream = stream
         self._guard = guard
 
     def run(self, flight: Flight, moved: Sequence[Moved]) -> list[tuple[Sequence[Item], Any]]:
@@ -56,6 +59,8 @@ class Launches:
         self, flight: Flight, moved: Sequence[Moved]
     ) -> list[tuple[list[int], Group, list[tuple[Problem, Operands]]]]:
         """Numbers of those that gain by sharing a launch, how, and what the launch takes of each."""
+        if len(moved) < 2:
+            return []
         able = [number for number, one in enumerate(moved) if self._may_join(flight, *one)]
         if len(able) < 2:
             return []
@@ -81,9 +86,9 @@ class Launches:
     def _together(
         self, flight: Flight, items: Sequence[Item], group: Group, parts: Sequence[tuple[Problem, Operands]]
     ) -> bool:
-        begun, ended = self._events()
-        self._runtime.launch_group(group.variant, parts, before=begun.record)
-        ended.record()
+        begun, ended = self._events.take(flight), self._events.take(flight)
+        self._runtime.launch_group(group.variant, parts, before=partial(begun.record, self._stream))
+        ended.record(self._stream)
         flops = sum(problem.flops for problem, _ in parts)
         flight.runs.append(Run(items, group.choice, flops, begun, ended))
         return True
@@ -96,23 +101,19 @@ class Launches:
             return False
         problem, operands = _asked(items, operands)
         wanted = cublas.NAME if flight.batch.reference_only else first.params.variant
-        begun, ended = self._events()
+        begun, ended = self._events.take(flight), self._events.take(flight)
         if operands.d.numel():
             # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
-            before: Callable[[], object] = begun.record
+            before: Callable[[], object] = partial(begun.record, self._stream)
             for part, views in tiles(problem, operands):
                 choice = self._runtime.run(part, views, wanted, before=before)
                 before = _nothing
         else:
-            begun.record()
+            begun.record(self._stream)
             choice = self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
-        ended.record()
+        ended.record(self._stream)
         flight.runs.append(Run(items, choice, problem.flops, begun, ended))
         return True
-
-    def _events(self) -> tuple[Any, Any]:
-        event = self._torch.cuda.Event
-        return event(enable_timing=True), event(enable_timing=True)
 
 
 def _nothing() -> None:

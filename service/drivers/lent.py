@@ -32,8 +32,8 @@ class Lent:
         self._torch = torch
         self._index = index
         self.data: dict[int, Any] = {}
-        #: Of regions on the device: tensors over parts of them, for whoever makes them; gone with the region.
-        self.views: dict[int, dict[object, Any]] = {}
+        #: Of regions on the device: what was made over parts of them, for whoever makes it; gone with any region.
+        self.views: dict[object, Any] = {}
         self._handles: dict[int, bytes] = {}
         self._opened: dict[bytes, _Opened] = {}
 
@@ -60,12 +60,11 @@ class Lent:
         opened.uses += 1
         self._handles[message.region] = message.handle
         self.data[message.region] = opened.data[: message.nbytes]
-        self.views[message.region] = {}
 
     def remove(self, region: int) -> None:
         """Let a region go."""
         data = self.data.pop(region, None)
-        self.views.pop(region, None)
+        self.views.clear()
         handle = self._handles.pop(region, None)
         if handle is not None:
             self._opened[handle].uses -= 1

@@ -20,7 +20,7 @@ from kernels.libraries import FunctionInfo, NotBuilt  # noqa: E402
 from kernels.operands import Operands, packed  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
 from kernels.runtime import Runtime, resident_blocks  # noqa: E402
-from kernels.selector import Reason, Variant  # noqa: E402
+from kernels.selector import Reason, Variant, table_key  # noqa: E402
 from kernels.verify import check  # noqa: E402
 
 GPU = Device(
@@ -216,6 +216,24 @@ def test_run_chooses_and_says_why() -> None:
         gpu.run(Problem(16, 24, 32), Operands(a, b, d), "step9-other")
 
 
+def test_what_runs_follows_what_is_barred_and_admitted() -> None:
+    """Also where the same product has run before."""
+    gpu = make(Fake(), Fake("step9-b", 2e-9), step9_fake=stand_in, step9_b=stand_in)
+    a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
+    problem, operands = Problem(16, 24, 32), Operands(a, b, d)
+    ran = [gpu.run(problem, operands).variant]
+    gpu.bar("step9-fake", "a test")
+    ran.append(gpu.run(problem, operands).variant)
+    gpu.admit("step9-fake")
+    ran.append(gpu.run(problem, operands).variant)
+    gpu.measured({table_key("step9-fake", problem): 1.0})
+    ran.append(gpu.run(problem, operands).variant)
+    assert ran == ["step9-fake", "step9-b", "step9-fake", "step9-b"]
+    doubled = replace(problem, epilogue=Epilogue(alpha=2.0))
+    assert gpu.run(doubled, operands).variant == "step9-b"
+    assert torch.allclose(d.float(), 2 * (a.float() @ b.float()), atol=0.1)
+
+
 def test_ragged_rows_are_packed_and_chosen_all_the_same() -> None:
     gpu = make(Fake())
     a, b, d = torch.randn(1, 9, 13).half(), torch.randn(1, 13, 11).half(), torch.zeros(1, 9, 11).half()
@@ -284,8 +302,6 @@ def test_nothing_built_leaves_the_reference() -> None:
 
 
 def test_times_change_the_choice() -> None:
-    from kernels.selector import table_key
-
     gpu = make(Fake("step9-fake", 1e-6), Fake("step9-b", 2e-6), step9_fake=stand_in, step9_b=stand_in)
     problem = Problem(16, 24, 32)
     assert gpu.choose(problem).variant == "step9-fake"

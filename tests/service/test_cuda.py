@@ -11,9 +11,10 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from kernels import probe  # noqa: E402
+from service import ipc  # noqa: E402
 from service.drivers.cuda import LANES  # noqa: E402
 from service.memory import Memory  # noqa: E402
-from service.messages import ON_DEVICE, Batch, BatchDone, Item, Operand, Params, Report  # noqa: E402
+from service.messages import ON_DEVICE, Batch, BatchDone, Item, Map, Operand, Params, Report  # noqa: E402
 from tests.service import cuda_stand_in  # noqa: E402
 from tests.service.cuda_stand_in import OWN, Arenas, StandIn  # noqa: E402
 
@@ -54,6 +55,68 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench(monkeypatch)
     yield bench
     bench.finish()
+
+
+def test_an_event_is_used_again_once_its_batch_was_told_of_and_not_before(bench: Bench) -> None:
+    bench.held = True
+    for number in range(LANES):
+        bench.submit(number)
+    taken = [event for flight in bench.driver._flights for event in flight.events]
+    assert len(taken) == len({id(event) for event in taken}) >= 2 * LANES
+    assert {id(run.ended) for flight in bench.driver._flights for run in flight.runs} < set(map(id, taken))
+    bench.finish()
+    bench.held = True
+    for number in range(LANES):
+        bench.submit(LANES + number)
+    again = [event for flight in bench.driver._flights for event in flight.events]
+    assert sorted(map(id, again)) == sorted(map(id, taken))
+
+
+def test_a_batch_takes_no_event_of_one_that_is_told_of_now(bench: Bench) -> None:
+    """A front may send the next batch as soon as it hears, which is before the worker is done with the last."""
+    seen: list[list[Any]] = []
+
+    def told(done: BatchDone) -> None:
+        bench.submit(9)
+        seen.append([event for flight in bench.driver._flights for event in flight.events])
+
+    d = bench.memory.room((8, 8), "fp16", 128)
+    item = Item(1, bench.memory.put(X, "fp16"), bench._b, d, Params("fp16"))
+    bench.driver.submit(Batch(1, (item,)), told)
+    (flight,) = bench.driver._flights
+    own = list(map(id, flight.events))
+    bench.finish()
+    assert seen[0]
+    assert not set(map(id, seen[0])) & set(own)
+    assert bench.done[9].items[0].code == ""
+
+
+def test_tensors_of_clients_memory_go_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same product again, over memory that is another's now under the same number."""
+    other = X[::-1].copy()
+    d = np.zeros((8, 8), np.float16)
+    memory = {bytes([n]) * 64: x for n, x in enumerate((X, Y, d, other))}
+    monkeypatch.setattr(ipc, "open_handle", lambda handle: (memory[handle].ctypes.data, 128))
+    monkeypatch.setattr(ipc, "close_handle", lambda pointer: None)
+    bench.driver._lent._index = None  # type: ignore[assignment]  # as torch has it for the CPU
+    for region, handle in enumerate(list(memory)[:3], 1):
+        bench.driver.map(Map(region, 128, handle), -1)
+    a, b, out = (Operand(0, 128, "fp16", (8, 8), "", region) for region in (1, 2, 3))
+
+    def multiply(number: int) -> None:
+        batch = Batch(number, (Item(number, a, b, out, Params("fp16")),))
+        bench.driver.submit(batch, lambda done: bench.done.__setitem__(done.id, done))
+        bench.finish()
+        assert bench.done[number].items[0].code == ""
+
+    for number in range(2):
+        multiply(number)
+        assert np.array_equal(d, Y)
+        d[:] = 0
+    bench.driver.unmap(1)
+    bench.driver.map(Map(1, 128, list(memory)[3]), -1)
+    multiply(2)
+    assert np.array_equal(d, Y[::-1])
 
 
 class Untested(StandIn):
