@@ -236,6 +236,7 @@ async def shut(services: Services) -> None:
     await services.inference.regions.close()
     await services.store.close()
     services.arena.close()
+    services.metrics.aside.give()
 
 
 def _arena_states(slots: Slots) -> dict[str, float]:

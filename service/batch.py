@@ -58,6 +58,8 @@ class Work:
     trace: str = ""
     release: Callable[[], None] = _nothing
     stack_key: tuple[object, ...] | None = field(init=False)
+    #: Its operands that are stored tensors.
+    stored: tuple[Operand, ...] = field(init=False)
     #: Bytes of operands and result that the product touches.
     nbytes: int = field(init=False)
     #: Bytes that the work alone holds while it waits: stored tensors are there anyway, for all who use them.
@@ -65,11 +67,14 @@ class Work:
 
     def __post_init__(self) -> None:
         self.stack_key = _stack_key(self)
+        self.stored = ()
         self.nbytes = self.held_nbytes = self.out.nbytes
         for operand in (self.a, self.b, self.c, self.bias):
             if operand is not None:
                 self.nbytes += operand.nbytes
-                if not operand.tensor:
+                if operand.tensor:
+                    self.stored += (operand,)
+                else:
                     self.held_nbytes += operand.nbytes
 
     @property
@@ -228,11 +233,15 @@ class Queue:
     @property
     def head(self) -> Work | None:
         """The work that goes next; it decides where its batch runs."""
-        return next(iter(self), None)
+        for level in self._levels.values():
+            if level:
+                return next(iter(level.values()))
+        return None
 
     def first(self, fits: Callable[[Work], bool]) -> Work | None:
         """The first that `fits`: some works can run on one device only."""
-        return next(filter(fits, self), None)
+        head = self.head
+        return head if head is None or fits(head) else next(filter(fits, self), None)
 
     def _stack(self, head: Work, fits: Callable[[Work], bool]) -> list[Work]:
         assert head.stack_key is not None

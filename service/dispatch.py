@@ -18,7 +18,7 @@ from service.handle import SLOWEST_BYTES_PER_SECOND, Flight, Handle, State
 from service.kept import Kept
 from service.messages import Batch
 from service.metrics import Metrics
-from service.place import Seat, Why, place, stored
+from service.place import Seat, Why, place
 
 #: What the link may take at worst while both sides run.
 LINK_SECONDS = 0.002
@@ -141,14 +141,16 @@ class Dispatcher:
 
     def _fits(self, handles: Sequence[Handle], work: Work) -> bool:
         """Whether one of the workers has what only a device has of the work's operands."""
-        homes = self.kept.homes(stored(work))
+        homes = self.kept.homes(work.stored)
         return not homes or any(homes == {handle.index} for handle in handles)
 
     def _seat(self, work: Work, seats: Sequence[Handle]) -> tuple[Handle, Why]:
         """Where it runs: where its operands are, if they are nowhere else, or at the cheapest place."""
-        homes = self.kept.homes(stored(work))
+        homes = self.kept.homes(work.stored)
         if homes:
             return self.handles[homes.pop()], Why.RESIDENT
+        if len(seats) == 1:
+            return seats[0], Why.ONLY
         index, why = place(work, [Seat(h.index, h.queued_seconds, h.residency) for h in seats])
         return self.handles[index], why
 
@@ -156,17 +158,18 @@ class Dispatcher:
         works = taken.works
         batch = Batch(
             next(self._batches),
-            tuple(self.kept.placed(work.item()) for work in works),
+            tuple([self.kept.placed(work.item()) for work in works]),
             taken.stacked,
             any(work.retries for work in works),
         )
         # A batch behind others waits for them too; a hang is far beyond any estimate.
-        estimated = handle.queued_seconds + sum(work.seconds for work in works)
-        moving = sum(work.nbytes for work in works) / SLOWEST_BYTES_PER_SECOND
+        estimated = handle.queued_seconds + sum([work.seconds for work in works])
+        moving = sum([work.nbytes for work in works]) / SLOWEST_BYTES_PER_SECOND
         handle.send(Flight(batch, works, now, now + self._hang + 20 * estimated + moving))
-        # What is counted is counted while the worker has it.
+        # What is counted is counted while the worker has it, and so is what was over before.
         for work in works:
             self.metrics.waited(now - work.arrived, work.trace)
         self.metrics.batched(len(works))
+        self.metrics.aside.soon()
         if handle.residency is not None:
             self._awake.began()

@@ -46,7 +46,7 @@ from service.messages import (
     ToWorker,
     Unmap,
 )
-from service.place import Residency, stored
+from service.place import Residency
 from service.regions import Regions
 
 log = logging.getLogger("gemm.supervisor")
@@ -142,7 +142,7 @@ class Handle:
     @property
     def queued_seconds(self) -> float:
         """Estimated seconds of the work that it has."""
-        return sum(work.seconds for flight in self.flights.values() for work in flight.works)
+        return sum([work.seconds for flight in self.flights.values() for work in flight.works])
 
     @property
     def pid(self) -> int | None:
@@ -329,11 +329,11 @@ class Handle:
         self.flights[flight.batch.id] = flight
         if self.residency is not None:
             for work in flight.works:
-                for operand in stored(work):
+                for operand in work.stored:
                     self.residency.note(operand)
         for work in flight.works:
             self._map(work)
-            self._named.update(operand.tensor for operand in (*stored(work), work.out) if operand.tensor)
+            self._named.update([operand.tensor for operand in (*work.stored, work.out) if operand.tensor])
         self._send(flight.batch)
 
     def _map(self, work: Work) -> None:

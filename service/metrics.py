@@ -22,6 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from service.aside import Aside
 from service.histogram import Histogram, Series
 from service.logs import sampled_trace
 
@@ -79,9 +80,13 @@ class _Live(Collector):
 
 
 class Metrics:
-    """The registry and a method for each event; children of labels are kept, so that a hot event is a dict look-up."""
+    """The registry and a method for each event; children of labels are kept, so that a hot event is a dict look-up.
+
+    `aside` has what is still to be counted.
+    """
 
     def __init__(self) -> None:
+        self.aside = Aside()
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -253,5 +258,6 @@ class Metrics:
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics and their Content-Type: OpenMetrics, with exemplars, where `accept` names it, else plain text."""
+        self.aside.give()
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

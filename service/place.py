@@ -65,14 +65,9 @@ class Seat:
     residency: Residency | None = None
 
 
-def stored(work: Work) -> list[Operand]:
-    """The work's operands that are stored tensors."""
-    return [x for x in (work.a, work.b, work.c, work.bias) if x is not None and x.tensor]
-
-
 def missing(work: Work, residency: Residency | None) -> int:
     """Bytes of stored operands that a device lacks."""
-    return 0 if residency is None else sum(x.nbytes for x in stored(work) if x.tensor not in residency)
+    return 0 if residency is None else sum(x.nbytes for x in work.stored if x.tensor not in residency)
 
 
 def place(work: Work, seats: Sequence[Seat]) -> tuple[int, Why]:
@@ -81,6 +76,6 @@ def place(work: Work, seats: Sequence[Seat]) -> tuple[int, Why]:
     best = seats[costs.index(min(costs))]
     if len(seats) == 1:
         return best.index, Why.ONLY
-    if not stored(work) or all(missing(work, seat.residency) for seat in seats):
+    if not work.stored or all(missing(work, seat.residency) for seat in seats):
         return best.index, Why.LEAST_QUEUED
     return best.index, Why.REPLICATED if missing(work, best.residency) else Why.RESIDENT

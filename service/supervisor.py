@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +31,6 @@ from service.kept import Kept
 from service.messages import BatchDone, ItemDone, Operand, Ready, Report
 from service.metrics import Metrics
 from service.outcome import Outcome
-from service.place import stored
 from service.regions import Regions
 from service.tally import Tally
 from service.team import VARIANT, Spread, Team, together, too_large, why_not
@@ -205,9 +205,9 @@ class Supervisor:
         Cancelling drops the work while it is queued; once a worker has it, it is finished and forgotten.
         Raises ServiceError (queue_full, deadline, draining, no_worker, unsupported, no_room, …).
         """
-        if len(self.kept.homes(stored(work))) > 1:
+        if len(self.kept.homes(work.stored)) > 1:
             try:
-                await self.kept.gather(stored(work))
+                await self.kept.gather(work.stored)
             except BaseException:
                 work.release()
                 raise
@@ -250,7 +250,7 @@ class Supervisor:
         began = time.monotonic()
         try:
             self._check_open()
-            if lost := self.kept.refusal(stored(work)):
+            if lost := self.kept.refusal(work.stored):
                 raise lost
             admit(work, self.queue, self.options.bounds, began)
             if work.flops_per_second is not None:
@@ -279,7 +279,7 @@ class Supervisor:
         try:
             if (because := why_not(work, self.handles, self.options.spread)) is not None:
                 raise ServiceError("unsupported", because, field="variant")
-            for operand in stored(work):
+            for operand in work.stored:
                 await self.kept.bring(operand.tensor)
         except BaseException:
             work.release()
@@ -331,8 +331,7 @@ class Supervisor:
         self.dispatcher.run()
         if handle.residency is not None:
             self._awake.ended(busy=any(each.flights for each in self.handles))
-        # Whoever was woken goes on before this is counted, as the loop has it.
-        asyncio.get_running_loop().call_soon(self._ended, handle, flight, done, now)
+        self.metrics.aside.put(partial(self._ended, handle, flight, done, now))
 
     def _ended(self, handle: Handle, flight: Flight, done: BatchDone, now: float) -> None:
         self.tally.done(handle, flight, done, now)
@@ -373,13 +372,13 @@ class Supervisor:
         self.kept.ended(handle.index)
         works = [work for flight in flights for work in flight.works]
         for work in list(self.queue):
-            if lost := self.kept.refusal(stored(work)):
+            if lost := self.kept.refusal(work.stored):
                 self.queue.discard(work)
                 self._fail(work, lost)
         for work in reversed(works):
             if work.id not in self._waiting:
                 self._finish(work)
-            elif lost := self.kept.refusal(stored(work)):
+            elif lost := self.kept.refusal(work.stored):
                 self._fail(work, lost)
             elif work.retries < RETRIES:
                 work.retries += 1

@@ -101,6 +101,7 @@ def test_the_leaves_import_nothing_above_them() -> None:
         "errors",
         "logs",
         "messages",
+        "aside",
         "histogram",
         "metrics",
         "settings",

@@ -27,7 +27,7 @@ ALIGN = 256
 #: Bytes of a CUDA IPC handle.
 HANDLE_BYTES = 64
 #: Flags of a packet that didn't fit, or whose descriptors didn't.
-_CUT = socket.MSG_TRUNC | socket.MSG_CTRUNC
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)  # an enumeration's & takes as long as the packet
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -70,7 +70,7 @@ def _bind(
     operands: Operands, message: Multiply, here: Mapping[str, Tensor], regions: Mapping[int, Region]
 ) -> None:
     for (name, tensor), piece in zip(here.items(), message.body, strict=True):
-        operands.bounds[name] = _bound(name, piece, tensor, regions)
+        operands.bounds[name] = _bound(name, piece, tensor, piece.nbytes, regions)
 
 
 def _bind_out(operands: Operands, message: Multiply, out: Tensor, regions: Mapping[int, Region]) -> None:
@@ -78,7 +78,8 @@ def _bind_out(operands: Operands, message: Multiply, out: Tensor, regions: Mappi
     _check_apart(operands.out.operand, [bound.operand for bound in operands.bounds.values()])
 
 
-def _bound(name: str, piece: Piece, tensor: Tensor, regions: Mapping[int, Region]) -> Bound:
+def _bound(name: str, piece: Piece, tensor: Tensor, nbytes: int, regions: Mapping[int, Region]) -> Bound:
+    """`nbytes`: the tensor's; D's room may be larger."""
     if piece.nbytes == 0 and name != "out":
         return Bound(Operand(0, 0, tensor.dtype, tensor.shape))
     region = regions.get(piece.region)
@@ -95,23 +96,23 @@ def _bound(name: str, piece: Piece, tensor: Tensor, regions: Mapping[int, Region
         raise ServiceError(
             "invalid", f"{name}: must begin at a multiple of {ALIGN} bytes in its region", field=name
         )
-    # A piece has its tensor's size; D's room may be larger.
-    operand = Operand(piece.offset, tensor.nbytes, tensor.dtype, tensor.shape, region=region.number)
+    operand = Operand(piece.offset, nbytes, tensor.dtype, tensor.shape, "", region.number)
     return Bound(operand, region.hold(), region.release)
 
 
 def _out(piece: Piece | None, out: Tensor, regions: Mapping[int, Region]) -> Bound:
     if piece is None:
         raise ServiceError("invalid", "out: memory for the result is needed, or a handle", field="out")
-    if piece.nbytes < out.nbytes:
+    nbytes = out.nbytes
+    if piece.nbytes < nbytes:
         raise ServiceError(
             "invalid",
-            f"out: the result takes {out.nbytes} bytes, there is room for {piece.nbytes}",
+            f"out: the result takes {nbytes} bytes, there is room for {piece.nbytes}",
             field="out",
-            limit=out.nbytes,
-            headers={ROOM: str(out.nbytes)},
+            limit=nbytes,
+            headers={ROOM: str(nbytes)},
         )
-    return _bound("out", piece, out, regions)
+    return _bound("out", piece, out, nbytes, regions)
 
 
 def _check_apart(out: Operand, others: Iterable[Operand]) -> None:

@@ -431,7 +431,7 @@ class Session:
         asked.principal, asked.entered = principal, True
 
     def _over(self, asked: _Asked, *, done: bool = False, error: BaseException | None = None) -> None:
-        """It was answered, is refused now, or nobody wants it: give all back, then tell log and metrics."""
+        """It was answered, is refused now, or nobody wants it: give all back; log and metrics are told aside."""
         services = self._services
         status, refused, stage = (200, "", "") if done else (_CLIENT_LEFT, "client_gone", "")
         if isinstance(error, Exception):
@@ -441,6 +441,12 @@ class Session:
             services.keys.leave(asked.principal)
         asked.release()
         seconds = time.perf_counter() - asked.started
+        tell = partial(copy_context().run, self._tell, asked, seconds, status, refused, stage)
+        services.metrics.aside.put(tell)
+
+    def _tell(self, asked: _Asked, seconds: float, status: int, refused: str, stage: str) -> None:
+        """Log, metrics and traces of what is over; in its context."""
+        services = self._services
         services.metrics.request(ROUTE, status, seconds)
         if refused:
             services.metrics.reject(refused)

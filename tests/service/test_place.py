@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from service.messages import Operand
 from service.place import TRANSFER, Residency, Seat, Why, place
 from tests.service.works import work
@@ -17,9 +19,7 @@ def seat(index: int, queued: float = 0.0, *, holds: bool = False) -> Seat:
 
 
 def with_weight():
-    made = work(b="w@1")
-    made.b = WEIGHT
-    return made
+    return replace(work(b="w@1"), b=WEIGHT)
 
 
 def test_plain_work_goes_where_least_is_queued() -> None:
