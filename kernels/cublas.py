@@ -46,7 +46,7 @@ class Cublas:
     def seconds(self, problem: Problem, device: Device) -> float:
         """Waves of 128×256 tiles at the sustained rate, or the bytes; more of both in blocks of rows.
 
-        On one H200 cuBLAS sustains 0.68 to 0.74 of the peak under the power cap, 0.15 where rows of D don't start
+        On one H200 cuBLAS sustains 0.66 to 0.72 of the peak under the power cap, 0.15 where rows of D don't start
         at 16 bytes, and spends 1.5 µs a wave on its epilogue.
         """
         dtype = (
@@ -56,7 +56,7 @@ class Cublas:
         tiles = -(-problem.m // 128) * -(-problem.n // 256) * max(problem.batch, 1)
         waves = -(-tiles // device.sms)
         ragged = problem.leading[3] * problem.out_dtype.itemsize % 16 != 0
-        work = waves * device.sms * 2.0 * 128 * 256 * problem.k / ((0.15 if ragged else 0.72) * peak)
+        work = waves * device.sms * 2.0 * 128 * 256 * problem.k / ((0.15 if ragged else 0.69) * peak)
         moved = problem.bytes_read + problem.bytes_written
         seconds = 4e-6 + max(work + 1.5e-6 * waves, moved / (0.85 * device.bandwidth))
         if not problem.batch_invariant:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kernels.cublas import Cublas
 from kernels.device import B200, H200
 from kernels.hopper.tilings import INPUTS, RESERVED_BYTES, SMEM_BYTES, Member, Tiling, grouped_function
 from kernels.hopper.variants import Step9, candidates, grouped, variants
@@ -114,6 +115,17 @@ def test_estimates_are_sane() -> None:
     narrow = choose(Problem(1, 8192, 8192, batch_invariant=False), H200, variants=FAMILY)
     assert narrow.variant == "step9-64x16-halfsm-swap"
     assert narrow.seconds > (8192 * 8192 * 2) / 4.8e12
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 4096, 4096), (8192, 8192, 8192), (4096, 14336, 4096), (16, 8192, 8192), (256, 8192, 8192)],
+    ids=str,
+)
+@pytest.mark.parametrize("invariant", [True, False])
+def test_own_kernels_run_where_they_are_meant_to(shape: tuple[int, int, int], invariant: bool) -> None:
+    problem = Problem(*shape, batch_invariant=invariant)
+    assert choose(problem, H200, variants=(*FAMILY, Cublas())).variant.startswith("step9")
 
 
 def test_a_grid_has_no_more_blocks_than_its_waves_need() -> None:
