@@ -106,7 +106,9 @@ class Contender:
         for _ in range(count):
             self.graph.replay()
         end.record()
-        time.sleep(max(0.0, started + 1.7 * seconds - time.perf_counter()))  # a full queue has held replays up
+        time.sleep(
+            max(0.0, started + 1.7 * seconds - time.perf_counter())
+        )  # a full queue has held replays up
         self.clocks.append(clock())
         end.synchronize()
         self.sustained.append(float(begin.elapsed_time(end)) / 1e3 / self.launches / count)
