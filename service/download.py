@@ -133,11 +133,7 @@ async def _send_json(
         await transfer.start(200, headers)
         with _uncut(transfer):
             await transfer.write(head)
-            for piece in numbers.dumps(elements):
-                if transfer.gone:
-                    return
-                await transfer.write(piece)
-            await transfer.write(b"}", more=False)
+            await transfer.write_pieces(numbers.dumps(elements), b"}")
 
 
 @contextmanager

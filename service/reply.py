@@ -231,11 +231,7 @@ async def _send_json(
         return
     await transfer.start(200, [kind, *headers])
     await transfer.write(head)
-    for piece in numbers.dumps(values):
-        if transfer.gone:
-            return
-        await transfer.write(piece)
-    await transfer.write(tail, more=False)
+    await transfer.write_pieces(numbers.dumps(values), tail)
 
 
 def elements(bound: Bound, tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -159,6 +159,15 @@ class Transfer:
         """Send a piece of the reply that nobody will change."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
 
+    async def write_pieces(self, pieces: Iterable[bytes], last: bytes) -> None:
+        """Send pieces of which each takes a while to make, then the `last`; stops where the client left."""
+        for piece in pieces:
+            await self.write(piece)
+            await asyncio.sleep(0)  # others' turn: a client that reads fast never makes `write` wait
+            if self.gone:
+                return
+        await self.write(last, more=False)
+
     async def write_view(self, view: memoryview, *, more: bool = False) -> None:
         """Send memory that may change after `on_drained`, in pieces of CHUNK; stops where the client left."""
         for start in range(0, len(view), CHUNK):

@@ -131,11 +131,7 @@ async def _send(transfer: Transfer, parts: _Parts, headers: list[tuple[bytes, by
             await transfer.write_view(view)
         return
     await transfer.start(200, [*parts.headers, *headers])
-    for piece in parts:
-        if transfer.gone:
-            return
-        await transfer.write(bytes(piece))
-    await transfer.write(b"", more=False)
+    await transfer.write_pieces(map(bytes, parts), b"")
 
 
 async def _send_compressed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -258,3 +259,33 @@ async def test_any_result_reads_back_equal_from_every_form(
             np.testing.assert_array_equal(read_back(reply, accept, dtype), values.astype("f8"))
     assert services.held == 0
     services.arena.close()
+
+
+async def test_others_have_a_turn_between_the_pieces_of_a_long_reply() -> None:
+    sent: list[tuple[bytes, bool, int]] = []
+    turns = 0
+
+    async def send(message: Any) -> None:  # to a client that takes all at once: it never waits
+        sent.append((message["body"], message["more_body"], turns))
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    transfer = Transfer.of({"type": "http", "headers": []}, receive, send)
+    task = asyncio.create_task(other())
+    await transfer.write_pieces([b"1", b"2", b"3"], b"4")
+    task.cancel()
+    assert [(body, more) for body, more, _ in sent] == [
+        (b"1", True),
+        (b"2", True),
+        (b"3", True),
+        (b"4", False),
+    ]
+    before = [seen for *_, seen in sent]
+    assert before == sorted(set(before)), "pieces left without a turn of others between them"
