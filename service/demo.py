@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -202,13 +203,24 @@ def server(data: Path, device: str = "auto") -> Iterator[str]:
 
 
 def wait_until_ready(url: str, patience: float = 60.0) -> None:
-    """Return when the worker has proven itself."""
+    """Return when a worker has proven itself; end the run where none ever will."""
     until = time.monotonic() + patience
-    with Client(url, retries=1) as client:
-        while not client.ready():
-            if time.monotonic() > until:
-                raise SystemExit(f"the worker did not get ready within {patience:g} s")
-            time.sleep(0.02)
+    while (told := _readiness(url))["status"] != "ready":
+        workers = told["workers"]
+        if workers and all(worker["state"] == "down" for worker in workers):
+            raise SystemExit(f"the worker stays down: {workers[0]['detail']}")
+        if time.monotonic() > until:
+            raise SystemExit(f"the worker did not get ready within {patience:g} s")
+        time.sleep(0.02)
+
+
+def _readiness(url: str) -> dict[str, Any]:
+    """What the service tells of its workers, ready or not."""
+    try:
+        with urllib.request.urlopen(f"{url}/health/ready", timeout=10) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        return dict(json.load(error))
 
 
 def check(

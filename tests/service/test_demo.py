@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,6 +19,16 @@ def test_demo_runs_and_every_check_holds(capfd: pytest.CaptureFixture[str]) -> N
     assert out.count("  right: ") == 11
     assert "gemm_flops_total" in out
     assert out.count("reason '") >= 4
+
+
+def test_a_worker_that_stays_down_ends_the_demo_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMM_KERNELS", str(tmp_path))  # where nothing is built
+    began = time.monotonic()
+    with pytest.raises(SystemExit, match=r"stays down: the device needs a person: .*virtual GPU"):
+        demo.main(["--device", "virtual"])
+    assert time.monotonic() - began < 40
 
 
 def test_a_wrong_result_ends_the_demo() -> None:
