@@ -6,7 +6,7 @@ from typing import Any
 
 from service import bounds, gate, journal, model, protocol, query, upload
 from service.batch import PRIORITIES
-from service.formats import base, npy, safetensors
+from service.formats import base, elsewhere, npy, safetensors
 from service.inference import regions as inference_regions
 from service.inference import request as inference
 from service.local import loans as local_loans
@@ -36,6 +36,7 @@ FIXED: dict[str, Any] = {
     "safetensors_header_bytes": safetensors.MAX_HEADER,
     "safetensors_name_characters": upload.TENSOR_CHARACTERS,
     "npy_header_bytes": npy.MAX_HEADER,
+    "json_other_values": elsewhere.MOST_VALUES,
     # Of requests.
     "query_fields": query.QUERY_FIELDS,
     "question_bytes": query.QUESTION_BYTES,
