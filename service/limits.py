@@ -36,6 +36,7 @@ FIXED: dict[str, Any] = {
     "safetensors_header_bytes": safetensors.MAX_HEADER,
     "safetensors_name_characters": upload.TENSOR_CHARACTERS,
     "npy_header_bytes": npy.MAX_HEADER,
+    "json_fields": model.MOST_FIELDS,
     "json_other_values": elsewhere.MOST_VALUES,
     # Of requests.
     "query_fields": query.QUERY_FIELDS,

@@ -37,7 +37,7 @@ OTHER = {
     "largest",
     "quota.concurrent_requests",
     "region.nbytes",
-    "out.nbytes",
+    "nbytes",
     "limit",
     "self.most",
 }
