@@ -97,12 +97,15 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 
 def test_step_9_takes_a_second(step9: tuple[Subject, Case]) -> None:
-    """Three schedules with the detector at 512×512×1024, as this Python counts seconds; 0.8 of them when measured."""
+    """Three schedules with the detector at 512×512×1024, as this Python counts seconds; 0.8 of them when measured.
+
+    Beside other work up to four were seen (threads of the BLAS wait awake); without translation it takes far more.
+    """
     own, case = step9
     large = replace(case, problem=replace(case.problem, k=1024))
     own.verify(large, schedules=[LATE])  # translates
     second = 16 * processor_seconds(lambda: sum(n for n in range(2_000_000)))
-    assert processor_seconds(lambda: own.verify(large)) < 3 * second
+    assert processor_seconds(lambda: own.verify(large)) < 8 * second
 
 
 @pytest.mark.ci
