@@ -135,9 +135,9 @@ def test_the_file_is_what_the_virtual_gpu_says(
     pytest.importorskip("cutlass")
     from kernels.build import build
 
-    build("sm_90a", only="trace*", root=tmp_path / "kernels")
+    build("sm_90a", only="trace*")
     out = tmp_path / "trace.json"
-    assert main(["--marks", "--root", str(tmp_path / "kernels"), "--out", str(out)]) == 0
+    assert main(["--marks", "--out", str(out)]) == 0
     assert "tensor cores busy" in capsys.readouterr().out
     now = read(out)
     assert out_of_turn(now, TILING.stages) == []
@@ -148,15 +148,15 @@ def test_the_file_is_what_the_virtual_gpu_says(
 
 @pytest.mark.ci
 @pytest.mark.timeout(600)
-def test_the_model_s_own_account_agrees_with_the_marks(tmp_path: Path) -> None:
+def test_the_model_s_own_account_agrees_with_the_marks() -> None:
     """Marks tell what roles see; the model knows what its tensor cores did."""
     pytest.importorskip("cutlass")
     from kernels.build import build
     from kernels.chips import H200
     from kernels.problem import Problem
 
-    build("sm_90a", only="trace*", root=tmp_path)
-    found = on_model(Problem(*SHAPE, trans_b=True), 2, tmp_path)
+    build("sm_90a", only="trace*")
+    found = on_model(Problem(*SHAPE, trans_b=True), 2)
     blocks = found.cycles.shape[0] * found.cycles.shape[2]
     products = blocks * TILING.p * TILING.q * 64 / H200.mma_rate.value
     begin = found.blocks(0)[0, Mark.LOAD_ASKED]
