@@ -181,7 +181,7 @@ class Runtime:
                     break
                 chosen = self._by_name[choice.variant]
                 if self.trusts(chosen, tidy):
-                    way = _Way(choice, self._geometry(cast(Hashable, chosen), problem))
+                    way = _Way(choice, self._geometry(cast(Hashable, chosen), _kind(problem)))
                     break
             if len(self._ways) >= PLANS:
                 self._ways.clear()
@@ -277,7 +277,7 @@ class Runtime:
         if variant in self.grouped:
             self.launch_group(variant, [(problem, operands)], blocks=blocks, before=before)
             return
-        known = self._geometry(cast(Hashable, variant), problem)
+        known = self._geometry(cast(Hashable, variant), _kind(problem))
         self._start(known, problem, operands, blocks=blocks, before=before)
 
     def _start(
@@ -315,6 +315,7 @@ class Runtime:
         known.ready.call(*arguments)
 
     def _geometry_now(self, variant: Hashable, problem: Problem) -> _Launch:
+        """Of a problem of this kind; what alpha and beta are is told at the launch."""
         compiled = cast(Compiled, variant)
         fitting = as_packed(problem)
         ready = self._load(compiled.function(fitting))

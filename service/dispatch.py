@@ -149,8 +149,6 @@ class Dispatcher:
         homes = self.kept.homes(work.stored)
         if homes:
             return self.handles[homes.pop()], Why.RESIDENT
-        if len(seats) == 1:
-            return seats[0], Why.ONLY
         index, why = place(work, [Seat(h.index, h.queued_seconds, h.residency) for h in seats])
         return self.handles[index], why
 

@@ -72,10 +72,10 @@ def missing(work: Work, residency: Residency | None) -> int:
 
 def place(work: Work, seats: Sequence[Seat]) -> tuple[int, Why]:
     """The cheapest seat's index, and why it. `seats` are those with room, at least one."""
+    if len(seats) == 1:
+        return seats[0].index, Why.ONLY
     costs = [seat.queued_seconds + missing(work, seat.residency) / TRANSFER for seat in seats]
     best = seats[costs.index(min(costs))]
-    if len(seats) == 1:
-        return best.index, Why.ONLY
     if not work.stored or all(missing(work, seat.residency) for seat in seats):
         return best.index, Why.LEAST_QUEUED
     return best.index, Why.REPLICATED if missing(work, best.residency) else Why.RESIDENT

@@ -234,6 +234,29 @@ def test_what_runs_follows_what_is_barred_and_admitted() -> None:
     assert torch.allclose(d.float(), 2 * (a.float() @ b.float()), atol=0.1)
 
 
+@dataclass(frozen=True)
+class Counted(Fake):
+    """Notes for which problems it is asked its blocks."""
+
+    asked: list[Problem] = field(default_factory=list, hash=False, compare=False)
+
+    def blocks(self, problem: Problem, resident: int) -> int:
+        self.asked.append(problem)
+        return resident
+
+
+def test_what_a_launch_takes_is_found_once_whatever_alpha_is() -> None:
+    variant = Counted()
+    runtime = make(variant)
+    a, b = torch.ones(1, 8, 16).half(), torch.ones(1, 16, 8).half()
+    for alpha in (1.0, 2.0, -0.5, 3.0):
+        d = torch.empty(1, 8, 8).half()
+        problem = Problem(8, 8, 16, epilogue=Epilogue(alpha=alpha))
+        assert runtime.run(problem, Operands(a, b, d), variant.name).variant == variant.name
+        assert (d == 16 * alpha).all()
+    assert len(variant.asked) == 1
+
+
 def test_ragged_rows_are_packed_and_chosen_all_the_same() -> None:
     gpu = make(Fake())
     a, b, d = torch.randn(1, 9, 13).half(), torch.randn(1, 13, 11).half(), torch.zeros(1, 9, 11).half()

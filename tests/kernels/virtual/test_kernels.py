@@ -87,25 +87,22 @@ def test_another_seed_is_another_order(step9: tuple[Subject, Case]) -> None:
 
 
 def processor_seconds(work: Callable[[], object]) -> float:
-    """The lesser of two runs, whatever else this computer does."""
+    """This thread's, the lesser of two runs, whatever else this computer does; a BLAS's threads may wait awake."""
     spent = []
     for _ in range(2):
-        began = time.process_time()
+        began = time.thread_time()
         work()
-        spent.append(time.process_time() - began)
+        spent.append(time.thread_time() - began)
     return min(spent)
 
 
 def test_step_9_takes_a_second(step9: tuple[Subject, Case]) -> None:
-    """Three schedules with the detector at 512×512×1024, as this Python counts seconds; 0.8 of them when measured.
-
-    Beside other work up to four were seen (threads of the BLAS wait awake); without translation it takes far more.
-    """
+    """Three schedules with the detector at 512×512×1024, as this Python counts seconds; 0.8 of them when measured."""
     own, case = step9
     large = replace(case, problem=replace(case.problem, k=1024))
     own.verify(large, schedules=[LATE])  # translates
     second = 16 * processor_seconds(lambda: sum(n for n in range(2_000_000)))
-    assert processor_seconds(lambda: own.verify(large)) < 8 * second
+    assert processor_seconds(lambda: own.verify(large)) < 3 * second
 
 
 @pytest.mark.ci
