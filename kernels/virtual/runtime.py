@@ -16,8 +16,8 @@ from kernels.group import GroupVariant
 from kernels.libraries import Libraries
 from kernels.operands import Operands
 from kernels.problem import Problem
-from kernels.runtime import Check, Runtime, _Launch, _Ready
-from kernels.selector import Variant
+from kernels.runtime import Check, Repeated, Runtime, _Launch, _Ready
+from kernels.selector import Choice, Variant
 from kernels.virtual.host import host, on_device, run
 from kernels.virtual.launch import Options
 from kernels.virtual.report import Report
@@ -69,6 +69,10 @@ class VirtualRuntime(Runtime):
             given = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
             self._tensors = {name: x for name, x in given.items() if x is not None}
             super()._start(known, problem, operands, blocks=blocks, before=before)
+
+    def repeat(self, product: Repeated, *, before: Callable[[], object] = lambda: None) -> Choice:
+        """`run`: each launch is told where its operands lie."""
+        return self.run(product.problem, product.operands, product.variant, before=before)
 
     def launch_group(
         self,

@@ -28,9 +28,9 @@ from service.drivers.base import CannotStart, late, problem_asked
 from service.drivers.cuda_regions import CudaRegions
 from service.drivers.events import Events
 from service.drivers.fetches import Fetches
-from service.drivers.flight import Flight
+from service.drivers.flight import Flight, Moved
 from service.drivers.gpm import SOURCE, Reading, TensorProbe
-from service.drivers.launches import Launches, Moved
+from service.drivers.launches import Launches
 from service.drivers.lent import Lent
 from service.drivers.loans import Loans
 from service.drivers.moves import Moves
@@ -229,22 +229,24 @@ class CudaDriver:
             self._fault(error, flight)
 
     def _launch(self, flight: Flight) -> None:
+        moves = self._moves
+        moved: list[Moved] = []
         due = []
         for item in flight.batch.items:
-            refusal = late(item) or self._missing(item)
-            if refusal is None:
+            refusal = late(item)
+            if refusal is None and (here := moves.find(item)) is not None:
+                moved.append(here)
+            elif refusal is None and (refusal := self._missing(item)) is None:
                 due.append(item)
             else:
                 flight.ended[item.id] = refusal
-        moves = self._moves
         groups: list[Sequence[Item]] = (
             [due] if flight.batch.stacked and len(due) > 1 else [[item] for item in due]
         )
-        moved: list[Moved] = []
         for items in groups:
-            operands = self._guard(flight, items, moves.copy_in)
-            if operands is not None:
-                moved.append((items, operands))
+            one = self._guard(flight, items, moves.copy_in)
+            if one is not None:
+                moved.append(one)
         if "begun" in flight.marks:  # else all operands were here
             moves.mark(flight, "arrived", moves.inward)
             self._compute.wait_event(flight.marks["arrived"])

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernels import cublas
+from kernels.operands import Operands
+from kernels.runtime import Repeated
 from kernels.selector import Choice
 from service.messages import Batch, BatchDone, Item, ItemDone
 
@@ -21,6 +23,23 @@ class Run:
     flops: int
     begun: Any
     ended: Any
+
+
+@dataclass(slots=True)
+class Stay:
+    """Operands that stay where they are, in clients' device memory, and the product that was computed of them last."""
+
+    operands: Operands
+    product: Repeated | None = None
+
+
+@dataclass(slots=True)
+class Moved:
+    """Items of one launch and their operands in device memory; `stay` where these weren't moved there."""
+
+    items: Sequence[Item]
+    operands: Operands
+    stay: Stay | None = None
 
 
 @dataclass(slots=True)

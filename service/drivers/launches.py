@@ -13,11 +13,12 @@ from typing import Any
 from kernels import cublas
 from kernels.operands import Operands
 from kernels.problem import Problem
-from kernels.runtime import Runtime
+from kernels.runtime import Repeated, Runtime
+from kernels.selector import Choice
 from kernels.together import Group, Host
 from service.drivers.base import late, problem_of
 from service.drivers.events import Events
-from service.drivers.flight import Flight, Run
+from service.drivers.flight import Flight, Moved, Run, Stay
 from service.drivers.lent import Lent
 from service.drivers.tiles import LARGEST, tiles
 from service.messages import Item
@@ -25,8 +26,6 @@ from service.messages import Item
 #: What launching takes in Python: choosing, checking, two events, the call; and a record of a group's table.
 HOST = Host(launch=50e-6, member=25e-6)
 
-#: Items of one launch, with their operands.
-Moved = tuple[Sequence[Item], Operands]
 #: Takes a flight, items, a step and what is the step's besides; the step's outcome, or None where it can't be done.
 Guard = Callable[..., Any]
 
@@ -47,12 +46,12 @@ class Launches:
         ran: list[tuple[Sequence[Item], Any]] = []
         for numbers, group, parts in self._groups(flight, moved):
             joined.update(numbers)
-            members = [moved[number][0][0] for number in numbers]
+            members = [moved[number].items[0] for number in numbers]
             if self._guard(flight, members, self._together, group, parts):
                 ran += [([item], part.d) for item, (_, part) in zip(members, parts, strict=True)]
-        for number, (items, operands) in enumerate(moved):
-            if number not in joined and self._guard(flight, items, self._alone, operands):
-                ran.append((items, operands.d))
+        for number, one in enumerate(moved):
+            if number not in joined and self._guard(flight, one.items, self._alone, one):
+                ran.append((one.items, one.operands.d))
         return ran
 
     def _groups(
@@ -61,10 +60,10 @@ class Launches:
         """Numbers of those that gain by sharing a launch, how, and what the launch takes of each."""
         if len(moved) < 2:
             return []
-        able = [number for number, one in enumerate(moved) if self._may_join(flight, *one)]
+        able = [number for number, one in enumerate(moved) if self._may_join(flight, one.items, one.operands)]
         if len(able) < 2:
             return []
-        asked = [_asked(*moved[number]) for number in able]
+        asked = [_asked(moved[number].items, moved[number].operands) for number in able]
         return [
             ([able[n] for n in group.numbers], group, [asked[n] for n in group.numbers])
             for group in self._runtime.groups([problem for problem, _ in asked], HOST)
@@ -93,27 +92,47 @@ class Launches:
         flight.runs.append(Run(items, group.choice, flops, begun, ended))
         return True
 
-    def _alone(self, flight: Flight, items: Sequence[Item], operands: Operands) -> bool:
-        first = items[0]
-        refusal = late(first) if len(items) == 1 else None
+    def _alone(self, flight: Flight, items: Sequence[Item], one: Moved) -> bool:
+        if one.stay is not None and not flight.batch.reference_only:
+            product = one.stay.product or self._kept(items, one.stay)
+            if product is not None:
+                self._run(flight, items, product.problem.flops, partial(self._runtime.repeat, product))
+                return True
+        refusal = late(items[0]) if len(items) == 1 else None
         if refusal is not None:
-            flight.ended[first.id] = refusal
+            flight.ended[items[0].id] = refusal
             return False
-        problem, operands = _asked(items, operands)
-        wanted = cublas.NAME if flight.batch.reference_only else first.params.variant
-        begun, ended = self._events.take(flight), self._events.take(flight)
-        if operands.d.numel():
-            # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
-            before: Callable[[], object] = partial(begun.record, self._stream)
-            for part, views in tiles(problem, operands):
-                choice = self._runtime.run(part, views, wanted, before=before)
-                before = _nothing
-        else:
-            begun.record(self._stream)
-            choice = self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
-        ended.record(self._stream)
-        flight.runs.append(Run(items, choice, problem.flops, begun, ended))
+        problem, operands = _asked(items, one.operands)
+        wanted = cublas.NAME if flight.batch.reference_only else items[0].params.variant
+        self._run(flight, items, problem.flops, partial(self._in_tiles, problem, operands, wanted))
         return True
+
+    def _run(self, flight: Flight, items: Sequence[Item], flops: int, run: Callable[..., Choice]) -> None:
+        """`run` between two events."""
+        begun, ended = self._events.take(flight), self._events.take(flight)
+        # Recorded right before the launch, so that busy seconds don't count what Python takes to choose.
+        choice = run(before=partial(begun.record, self._stream))
+        ended.record(self._stream)
+        flight.runs.append(Run(items, choice, flops, begun, ended))
+
+    def _in_tiles(
+        self, problem: Problem, operands: Operands, wanted: str, *, before: Callable[[], object]
+    ) -> Choice:
+        if not operands.d.numel():
+            before()
+            return self._runtime.choose(replace(problem, m=1, n=1), cublas.NAME)
+        for part, views in tiles(problem, operands):
+            choice = self._runtime.run(part, views, wanted, before=before)
+            before = _nothing
+        return choice
+
+    def _kept(self, items: Sequence[Item], stay: Stay) -> Repeated | None:
+        """The product of operands that stay, if one launch computes it."""
+        problem, operands = _asked(items, stay.operands)
+        if not operands.d.numel() or max(problem.m, problem.n, problem.k) > LARGEST:
+            return None
+        stay.product = Repeated(problem, operands, items[0].params.variant)
+        return stay.product
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service import ipc
+from service.drivers.flight import Stay
 from service.messages import Map
 
 log = logging.getLogger("gemm.worker")
@@ -33,7 +34,7 @@ class Lent:
         self._index = index
         self.data: dict[int, Any] = {}
         #: Of regions on the device: what was made over parts of them, for whoever makes it; gone with any region.
-        self.views: dict[object, Any] = {}
+        self.views: dict[object, Stay] = {}
         self._handles: dict[int, bytes] = {}
         self._opened: dict[bytes, _Opened] = {}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels.operands import Operands
 from service.drivers.events import Events
-from service.drivers.flight import Flight
+from service.drivers.flight import Flight, Moved, Stay
 from service.drivers.lent import Lent
 from service.drivers.resident import Cache
 from service.memory import operands_of
@@ -59,21 +59,23 @@ class Moves:
 
     # -- in ---------------------------------------------------------------------------------------------------
 
-    def copy_in(self, flight: Flight, items: Sequence[Item]) -> Operands:
+    def find(self, item: Item) -> Moved | None:
+        """A product between memory that the device has, where the last such product of these operands was found."""
+        stay = self._lent.views.get(_place(item))
+        return None if stay is None else Moved([item], stay.operands, stay)
+
+    def copy_in(self, flight: Flight, items: Sequence[Item]) -> Moved:
         """Operands of one launch in device memory; rows of a stack side by side."""
         first = items[0]
+        operands = self._gather(flight, items)
         if len(items) > 1 or not all(self._lent.on_device(x.region) for x in operands_of(first)):
-            return self._gather(flight, items)
+            return Moved(items, operands)
         # Nothing moves, and clients ask for the same product again.
-        params = first.params
-        key = first.a, first.b, first.out, first.c, first.bias, params.trans_a, params.trans_b
         views = self._lent.views
-        found: Operands | None = views.get(key)
-        if found is None:
-            if len(views) >= MOST_VIEWS:
-                views.clear()
-            found = views[key] = self._gather(flight, items)
-        return found
+        if len(views) >= MOST_VIEWS:
+            views.clear()
+        stay = views[_place(first)] = Stay(operands)
+        return Moved(items, operands, stay)
 
     def _gather(self, flight: Flight, items: Sequence[Item]) -> Operands:
         first = items[0]
@@ -159,6 +161,11 @@ class Moves:
             return False
         flight.kept.add(item.id)
         return True
+
+
+def _place(item: Item) -> tuple[object, ...]:
+    """Where a product's operands lie, and how it is computed."""
+    return item.a, item.b, item.out, item.c, item.bias, item.params
 
 
 def _three(x: Any) -> Any:

@@ -19,7 +19,7 @@ from kernels.elementwise import activate, narrow, quiet  # noqa: E402
 from kernels.libraries import FunctionInfo, NotBuilt  # noqa: E402
 from kernels.operands import Operands, packed  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
-from kernels.runtime import Runtime, resident_blocks  # noqa: E402
+from kernels.runtime import Repeated, Runtime, resident_blocks  # noqa: E402
 from kernels.selector import Reason, Variant, table_key  # noqa: E402
 from kernels.verify import check  # noqa: E402
 
@@ -255,6 +255,49 @@ def test_what_a_launch_takes_is_found_once_whatever_alpha_is() -> None:
         assert runtime.run(problem, Operands(a, b, d), variant.name).variant == variant.name
         assert (d == 16 * alpha).all()
     assert len(variant.asked) == 1
+
+
+@pytest.mark.parametrize("what", ["plain", "C", "C and bias in fp64", "A that is copied", "ragged"])
+def test_a_repeated_product_is_of_what_its_operands_hold_now(what: str) -> None:
+    rows = 9 if what == "ragged" else 16
+    a, b = torch.randn(1, rows, 32).half(), torch.randn(1, 32, 24).half()
+    if what == "A that is copied":  # TMA can't begin there
+        a = torch.randn(rows * 32 + 1).half()[1:].view(1, rows, 32)
+    kind = torch.float64 if "fp64" in what else torch.float16
+    c = torch.randn(1, rows, 24).to(kind) if "C" in what else None
+    bias = torch.randn(24).to(kind) if "bias" in what else None
+    d = torch.zeros(1, rows, 24).half()
+    tail = Epilogue(beta=float(c is not None), c=c is not None, bias=None if bias is None else BiasDim.N)
+    problem = Problem(rows, 24, 32, epilogue=tail)
+    gpu = make(Fake(), Fake("step9-b", 2e-9), step9_fake=stand_in, step9_b=stand_in)
+    product = Repeated(problem, Operands(a, b, d, c, bias))
+    marks: list[int] = []
+    ran = []
+    for turn in range(4):
+        if turn == 2:
+            gpu.bar("step9-fake", "a test")
+        ran.append(gpu.repeat(product, before=lambda: marks.append(1)).variant)
+        wanted = a.double() @ b.double() + (0 if c is None else c) + (0 if bias is None else bias)
+        torch.testing.assert_close(d.double(), wanted, atol=0.05, rtol=0.01)
+        for operand in (a, b, c, bias):
+            if operand is not None:
+                operand.add_(0.25)
+    assert ran == ["step9-fake", "step9-fake", "step9-b", "step9-b"]
+    assert len(marks) == 4
+
+
+def test_what_a_repeated_launch_takes_is_found_once() -> None:
+    a, b, d = torch.ones(1, 8, 16).half(), torch.ones(1, 16, 8).half(), torch.zeros(1, 8, 8).half()
+    gpu = make(Fake())
+    product = Repeated(Problem(8, 8, 16), Operands(a, b, d))
+    gpu.repeat(product)
+    known = product.launch
+    gpu.repeat(product)
+    assert known is not None
+    assert product.launch is known
+    gpu.measured({})
+    gpu.repeat(product)
+    assert product.launch is not known
 
 
 def test_ragged_rows_are_packed_and_chosen_all_the_same() -> None:

@@ -23,6 +23,7 @@ from kernels import cublas, probe
 from kernels.device import describe_cpu
 from kernels.operands import Operands
 from kernels.problem import Problem
+from kernels.runtime import Repeated
 from kernels.selector import Choice, Reason
 from kernels.together import Group, Host
 from service import ipc
@@ -187,6 +188,9 @@ class Runtime:
         _multiply(problem, operands)
         Stream.work(KERNEL_SECONDS)
         return choice
+
+    def repeat(self, product: Repeated, *, before: Callable[[], object]) -> Choice:
+        return self.run(product.problem, product.operands, product.variant, before=before)
 
     def groups(self, problems: Sequence[Problem], host: Host) -> list[Group]:
         few = tuple(n for n, problem in enumerate(problems) if problem.m <= FEW)
