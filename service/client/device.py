@@ -6,7 +6,6 @@ A service that computes on the same GPU reads and writes them where they are. Ev
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,17 +14,14 @@ import numpy as np
 from service import ipc
 
 
-@dataclass(slots=True)
 class OnDevice:
-    """The bytes of a contiguous torch tensor on a GPU."""
+    """The bytes of a contiguous torch tensor on a GPU; `nbytes` is their number."""
 
-    value: Any
+    __slots__ = ("nbytes", "value")
 
-    @property
-    def nbytes(self) -> int:
-        """Their number."""
-        nbytes: int = self.value.nbytes
-        return nbytes
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.nbytes: int = value.nbytes
 
     @property
     def uuid(self) -> str:
@@ -72,7 +68,9 @@ def settle(tensors: Iterable[Bytes]) -> None:
     import torch
 
     for index in indices:
-        torch.cuda.current_stream(index).synchronize()
+        stream = torch.cuda.current_stream(index)
+        if not stream.query():  # most have nothing queued, which takes less to ask than to wait for
+            stream.synchronize()
 
 
 @cache

@@ -14,11 +14,13 @@ from urllib.parse import quote, urlencode
 from service.client import tensors
 from service.client.device import Bytes
 from service.client.errors import GemmError
-from service.client.tensors import Handle, Tensor
+from service.client.tensors import Handle
 from service.client.wire import Head
 
 RAW = "application/octet-stream"
 JSON = "application/json"
+NAMES = ("a", "b", "c", "bias")
+_OPTIONAL = ("c", "bias")
 #: Fields for the shapes of what a body holds; a bias has the product's.
 _SHAPES = {"a": "a_shape", "b": "b_shape", "c": "c_shape"}
 
@@ -34,32 +36,45 @@ def gemm_path(query: Query) -> str:
 
 def operands(given: Iterable[Any], options: Mapping[str, Any]) -> tuple[Query, tuple[Bytes, ...]]:
     """Query fields and body of a raw request for a, b, c and bias."""
-    a, b, c, bias = map(tensors.adopt, given)
-    query = {name: _text(value) for name, value in options.items() if value is not None}
-    sent: dict[str, Tensor] = {}
-    for name, value in (("a", a), ("b", b)):
-        if (handle := handle_of(value)) is not None:
-            query[name] = f"handle:{handle}"
-            continue
-        sent[name], turned = tensors.matrix(value, name)
-        if turned:
-            query[f"trans_{name}"] = _text(not options.get(f"trans_{name}"))
-    for name, value in (("c", c), ("bias", bias)):
-        if value is None:
+    handles: list[tuple[str, str]] = []
+    sent: list[_Sent] = []
+    body: list[Bytes] = []  # in this order
+    for name, value in zip(NAMES, given, strict=True):
+        if value is None and name in _OPTIONAL:
             continue
         if (handle := handle_of(value)) is not None:
-            query[name] = f"handle:{handle}"
+            handles.append((name, f"handle:{handle}"))
+            continue
+        trans = ""
+        if name in _OPTIONAL:
+            one = tensors.tensor(tensors.adopt(value), name)
         else:
-            sent[name] = tensors.tensor(value, name)
-            query[f"{name}_dtype"] = sent[name].dtype
-    dtypes = {sent[name].dtype for name in ("a", "b") if name in sent}
-    if len(dtypes) > 1:
-        raise TypeError(f"a is {sent['a'].dtype} and b is {sent['b'].dtype}; they must share a dtype")
-    if dtypes:
-        query["dtype"] = dtypes.pop()
-    query |= {_SHAPES[name]: shape_text(one.shape) for name, one in sent.items() if name in _SHAPES}
-    # What is sent was found in the order of the body.
-    return tuple(query.items()), tuple([one.data for one in sent.values()])
+            one, turned = tensors.matrix(tensors.adopt(value), name)
+            trans = _text(not options.get(f"trans_{name}")) if turned else ""
+        sent.append((name, one.dtype, one.shape, trans))
+        body.append(one.data)
+    texts = [(name, _text(value)) for name, value in options.items() if value is not None]
+    return _query(tuple(texts), tuple(handles), tuple(sent)), tuple(body)
+
+
+#: An operand that is sent: its name, dtype and shape, and what is told of its transposition, "" for nothing.
+_Sent = tuple[str, str, tuple[int, ...], str]
+
+
+@lru_cache(256)  # the same products are asked for again and again
+def _query(options: Query, handles: Query, sent: tuple[_Sent, ...]) -> Query:
+    query = dict(options)
+    query |= {f"trans_{name}": trans for name, _, _, trans in sent if trans}
+    query |= handles
+    dtypes = {name: dtype for name, dtype, _, _ in sent}
+    query |= {f"{name}_dtype": dtype for name, dtype in dtypes.items() if name in _OPTIONAL}
+    matrices = {name: dtype for name, dtype in dtypes.items() if name not in _OPTIONAL}
+    if len(set(matrices.values())) > 1:
+        raise TypeError(f"a is {dtypes['a']} and b is {dtypes['b']}; they must share a dtype")
+    if matrices:
+        query["dtype"] = next(iter(matrices.values()))
+    query |= {_SHAPES[name]: shape_text(shape) for name, _, shape, _ in sent if name in _SHAPES}
+    return tuple(query.items())
 
 
 def handle_of(value: Any) -> str | None:

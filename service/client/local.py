@@ -13,11 +13,12 @@ import os
 import socket
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+import msgspec
 import numpy as np
 
 from service.awake import Awake, cores, seconds_for
@@ -155,11 +156,11 @@ class LocalConnection:
         if wanted is None:
             wanted = _GUESS if call.into is None else nbytes_of(call.into)
         elif call.into is not None and nbytes_of(call.into) != wanted:
-            call = replace(call, into=None)  # it doesn't fit, as the sink will say
+            call = msgspec.structs.replace(call, into=None)  # it doesn't fit, as the sink will say
         answer = yield from self._multiply(call, wanted)
         if isinstance(answer, Refused) and int(answer.headers.get(_ROOM, "0")) > wanted:
             wanted = int(answer.headers[_ROOM])
-            call = replace(call, into=None)
+            call = msgspec.structs.replace(call, into=None)
             answer = yield from self._multiply(call, wanted)
         if isinstance(answer, Refused) and answer.status == _NO_ROOM and self._handles:
             # A worker that can't open device memory refuses it only when a product names it.

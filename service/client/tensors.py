@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from service.client.device import OnDevice
@@ -48,8 +50,7 @@ class Handle:
     expires: str | float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True, eq=False):
     """A tensor as it goes over the wire: `data` are its little-endian, row-major bytes."""
 
     dtype: str
@@ -59,8 +60,16 @@ class Tensor:
 
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor; torch isn't imported to find out."""
-    # While torch is being imported it has no Tensor yet, and nobody has one of its tensors.
-    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+    kind = type(value)
+    found = _KINDS.get(kind)
+    if found is None:
+        # While torch is being imported it has no Tensor yet, and nobody has one of its tensors.
+        found = _KINDS[kind] = issubclass(kind, getattr(sys.modules.get("torch"), "Tensor", ()))
+    return found
+
+
+#: By type: whether it is torch's.
+_KINDS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def _package(value: object) -> str:
@@ -80,7 +89,9 @@ def _library(value: Any) -> Any:
 
 def adopt(value: Any) -> Any:
     """An array of another library (CuPy, JAX, …) as numpy's or, on a GPU, torch's, over the same memory by DLPack."""
-    if isinstance(value, np.ndarray) or is_torch(value) or not hasattr(value, "__dlpack_device__"):
+    if value is None or isinstance(value, np.ndarray) or is_torch(value):
+        return value
+    if not hasattr(value, "__dlpack_device__"):
         return value
     kind = int(value.__dlpack_device__()[0])
     if kind == _DLPACK_CUDA:

@@ -15,10 +15,12 @@ import socket
 import ssl
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+import msgspec
 
 from service.client.device import OnDevice
 from service.client.errors import ConnectionFailed, TimedOut
@@ -218,7 +220,7 @@ def _again(connection: Connection, call: Call, error: ConnectionFailed) -> bool:
 def _prefixed(call: Call, end: Endpoint) -> Call:
     if not end.prefix:
         return call
-    return replace(call, target=end.prefix + call.target)
+    return msgspec.structs.replace(call, target=end.prefix + call.target)
 
 
 class AsyncSocketTransport:

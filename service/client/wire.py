@@ -17,6 +17,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from service.client.device import Bytes, OnDevice, nbytes_of, on_host
 from service.client.errors import ConnectionFailed, GemmError
 
@@ -46,8 +48,7 @@ class Head:
 Sink = Callable[[Head], memoryview | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, eq=False):
     """A request: `target` is path and query, encoded; `parts` are the body, sent one after the other.
 
     `into` is the caller's memory for the result, where `sink` will take it to; a path that writes there itself

@@ -65,15 +65,17 @@ def test_halves_and_empty_tensors_become_bytes() -> None:
     assert OnDevice(torch.zeros(0, 3)).host().nbytes == 0
 
 
-def test_work_on_operands_is_waited_for_once_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_on_operands_is_waited_for_once_a_gpu_that_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
 
     def current_stream(index: int) -> Any:
-        return SimpleNamespace(synchronize=lambda: waited.append(index))
+        return SimpleNamespace(query=lambda: index == 2, synchronize=lambda: waited.append(index))
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    zero, one = (OnDevice(SimpleNamespace(get_device=lambda index=index: index)) for index in (0, 1))
-    settle([zero, b"host", zero, one])
+    zero, one, done = (
+        OnDevice(SimpleNamespace(nbytes=4, get_device=lambda index=index: index)) for index in range(3)
+    )
+    settle([zero, b"host", zero, one, done])
     assert sorted(waited) == [0, 1]
 
 
