@@ -58,6 +58,10 @@ class Dispatcher:
 
     def put(self, work: Work) -> None:
         """Queue new work, and send it when that does any good."""
+        if self._goes_at_once(work):
+            self._launch(self.handles[0], Taken((work,), stacked=False), time.monotonic())
+            self.metrics.placed(0, Why.ONLY)
+            return
         self.queue.put(work)
         if work.stack_key is None:  # has nothing to gain by waiting for company
             self.run()
@@ -89,6 +93,19 @@ class Dispatcher:
             self.metrics.placed(handle.index, why)
 
     # -- when ---------------------------------------------------------------------------------------------------
+
+    def _goes_at_once(self, work: Work) -> bool:
+        """Whether the queue would only hand it on: nothing waits, there is one worker, and room with it."""
+        handle = self.handles[0]
+        return (
+            not self.queue.depth
+            and work.stack_key is None
+            and not work.stored
+            and len(self.handles) == 1
+            and not self.queue.limits.delay
+            and handle.state is State.READY
+            and self._has_room(handle)
+        )
 
     def _run_soon(self) -> None:
         """Run once all requests that this turn of the loop has read are in the queue, so that they can stack.

@@ -41,10 +41,60 @@ log = logging.getLogger("gemm.supervisor")
 RETRIES = 1
 
 
+#: Is told an outcome, or why there is none; nothing where who waited has left.
+Told = Callable[[Outcome | None, Exception | None], None]
+
+
+class Begun:
+    """A product that somebody waits for who isn't a task: told in a call, at once.
+
+    What hangs on a future is called in the loop's next turn only.
+    """
+
+    __slots__ = ("_leave", "_told")
+
+    def __init__(self, told: Told, leave: Callable[[], None]) -> None:
+        self._told: Told | None = told
+        self._leave = leave
+
+    def done(self) -> bool:
+        """Whether it is over, or was left."""
+        return self._told is None
+
+    def set_result(self, outcome: Outcome) -> None:
+        """It is computed."""
+        self._tell(outcome, None)
+
+    def set_exception(self, error: Exception) -> None:
+        """It won't be computed."""
+        self._tell(None, error)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more; again, or once it is over, is no harm."""
+        if self._told is not None:
+            self._leave()
+            self._tell(None, None)
+
+    def _tell(self, outcome: Outcome | None, error: Exception | None) -> None:
+        told, self._told = self._told, None
+        if told is not None:
+            told(outcome, error)
+
+
 @dataclass(slots=True)
 class _Waiting:
-    future: asyncio.Future[Outcome]
+    future: asyncio.Future[Outcome] | Begun
     admit_seconds: float
+
+
+def _hand_on(begun: Begun, task: asyncio.Task[Outcome]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if task.cancelled():
+        begun.cancel()
+    elif error is None:
+        begun.set_result(task.result())
+    elif isinstance(error, Exception):
+        begun.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,36 +264,38 @@ class Supervisor:
         admitting = self._admit(work)
         if self._is_sharded(work):
             return await self._submit_sharded(work, admitting)
+        future = asyncio.get_running_loop().create_future()
         try:
-            return await self._queue(work, admitting)
+            self._queue(work, _Waiting(future, admitting))
+            outcome: Outcome = await future
         except asyncio.CancelledError:
-            self.withdraw(work)
+            self._withdraw(work)
             raise
+        return outcome
 
-    def begin(self, work: Work) -> asyncio.Future[Outcome]:
-        """`submit` of work without stored operands, which has nothing to wait for before it is queued.
-
-        Who cancels what is returned calls `withdraw` then.
-        """
+    def begin(self, work: Work, told: Told) -> Begun:
+        """`submit` of work without stored operands, which has nothing to wait for before it is queued."""
         admitting = self._admit(work)
+        begun = Begun(told, partial(self._withdraw, work))
         if self._is_sharded(work):
             # To the end, whoever leaves: a task that is cancelled before it began would release nothing.
-            return asyncio.shield(asyncio.ensure_future(self._submit_sharded(work, admitting)))
-        return self._queue(work, admitting)
+            task = asyncio.ensure_future(self._submit_sharded(work, admitting))
+            task.add_done_callback(partial(_hand_on, begun))
+        else:
+            self._queue(work, _Waiting(begun, admitting))
+        return begun
 
-    def withdraw(self, work: Work) -> None:
+    def _withdraw(self, work: Work) -> None:
         """Nobody waits for it any more: drop it while it is queued; else it is finished and forgotten."""
         if self.queue.discard(work):
             self._finish(work)
         else:
             self._waiting.pop(work.id, None)
 
-    def _queue(self, work: Work, admitting: float) -> asyncio.Future[Outcome]:
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), admitting)
+    def _queue(self, work: Work, waiting: _Waiting) -> None:
         self._waiting[work.id] = waiting
         self._idle.clear()
         self.dispatcher.put(work)
-        return waiting.future
 
     def _admit(self, work: Work) -> float:
         """Let it in or release it and raise ServiceError; the seconds that took, which metrics have in any case."""
@@ -258,19 +310,21 @@ class Supervisor:
         except ServiceError as refusal:
             refusal.stage = "admit"
             work.release()
-            raise
-        else:
-            work.arrived = time.monotonic()
-            if not work.seconds:
-                work.seconds = self.tally.estimate.seconds(work.flops, work.nbytes)
-            return work.arrived - began
-        finally:
             self.metrics.took("admit", time.monotonic() - began, work.trace)
+            raise
+        work.arrived = time.monotonic()
+        if not work.seconds:
+            work.seconds = self.tally.estimate.seconds(work.flops, work.nbytes)
+        took = work.arrived - began
+        self.metrics.aside.put(partial(self.metrics.took, "admit", took, work.trace))
+        return took
 
     def _is_sharded(self, work: Work) -> bool:
         """Whether it goes to all devices together: it asks for that, or no device has room for it."""
         if work.params.variant == VARIANT:
             return True
+        if len(self.handles) == 1 and self.options.spread is None:
+            return False
         kept = self.team.kept_beside_workers
         larger = work.params.variant == "auto" and too_large(work, self.handles, kept)
         return larger and why_not(work, self.handles, self.options.spread) is None
@@ -326,9 +380,10 @@ class Supervisor:
         for work, item in zip(flight.works, done.items, strict=True):
             if item.kept:
                 self._keep(handle, work)
-            self._settle(work, item, flight, done)
-        # At once: those who were woken now write replies, and the worker has no need to wait for that.
+        # First: those who are told now write replies, and the worker has no need to wait for that.
         self.dispatcher.run()
+        for work, item in zip(flight.works, done.items, strict=True):
+            self._settle(work, item, flight, done)
         if handle.residency is not None:
             self._awake.ended(busy=any(each.flights for each in self.handles))
         self.metrics.aside.put(partial(self._ended, handle, flight, done, now))

@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 
 from service import logs
-from service.batch import Work
 from service.decode import GemmRequest, Operands
 from service.errors import ServiceError, at_stage
 from service.formats.raw import emit_shape
@@ -59,6 +58,7 @@ from service.regions import Region
 from service.reply import outcome_texts, stored_document
 from service.routes.gemm import keep, work_of
 from service.services import Services
+from service.supervisor import Begun
 
 #: Products of one session that may be under way; the next packet waits.
 MOST_RUNNING = 32
@@ -94,6 +94,7 @@ class _Asked:
     decoded: float = 0.0
     outcome: Outcome | None = None
     computed: float = 0.0
+    begun: Begun | None = None
 
     def release(self) -> None:
         """What the work holds besides goes with it."""
@@ -118,7 +119,7 @@ class Session:
         self._authorization: str | None = None
         self._regions: dict[int, Region] = {}
         self._loans = Loans(services)
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running: set[asyncio.Future[Any] | Begun] = set()
         self._unsent: deque[bytes] = deque()
         self._reading = self._writing = False
         self._closed = False
@@ -351,28 +352,30 @@ class Session:
                 raise
             asked.request = request
             asked.decoded = time.perf_counter()
-            future = self._services.supervisor.begin(work)
+            begun = self._services.supervisor.begin(
+                work, lambda *became: context.run(self._computed, asked, *became)
+            )
         except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
             self._over(asked, error=error)
             return
-        self._running.add(future)
-        future.add_done_callback(partial(self._computed, asked, work), context=context)
+        if not begun.done():
+            asked.begun = begun
+            self._running.add(begun)
 
-    def _computed(self, asked: _Asked, work: Work, future: asyncio.Future[Outcome]) -> None:
-        """The outcome of a product that was begun at once is there, or the client has left."""
-        if future.cancelled():
-            self._services.supervisor.withdraw(work)
-            self._over(asked)
-        elif (error := future.exception()) is not None:
+    def _computed(self, asked: _Asked, outcome: Outcome | None, error: Exception | None) -> None:
+        """What became of a product that was begun at once; neither where the client has left."""
+        if asked.begun is not None:
+            self._running.discard(asked.begun)
+        if outcome is None:
             self._over(asked, error=error)
         else:
             try:
-                self._send(self._product(asked, future.result()))
-            except Exception as error:  # As above.
-                self._over(asked, error=error)
+                self._send(self._product(asked, outcome))
+            except Exception as late:  # As above.
+                self._over(asked, error=late)
             else:
                 self._over(asked, done=not self._closed)
-        self._ran(None, future)
+        self._go_on()
 
     async def _multiply(self, asked: _Asked) -> None:
         """One product, from its packet to its answer, in log and metrics."""

@@ -22,7 +22,7 @@ from service.handle import Flight, Handle, State, Times
 from service.messages import Operand, Params
 from service.metrics import Metrics
 from service.outcome import Outcome
-from service.supervisor import Options, Supervisor
+from service.supervisor import Begun, Options, Supervisor
 
 OPTIONS = Options(
     Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=60.0), ("--backend", "numpy"), patience=60
@@ -194,6 +194,44 @@ async def test_cancelling_drops_queued_work_and_outlives_running_work(bench: Ben
     assert [type(r) for r in results[:2]] == [asyncio.CancelledError, asyncio.CancelledError]
     assert isinstance(results[2], Outcome)
     assert bench.supervisor.queue.depth == 0
+    await bench.until(lambda: bench.slots.bytes_by_state["request"] == 0)
+
+
+async def test_who_is_no_task_is_told_once_and_may_leave(bench: Bench) -> None:
+    """Left while it is queued, left while a worker has it, computed, and refused."""
+    told: dict[str, list[object]] = {"queued": [], "running": [], "computed": [], "refused": []}
+    x = np.random.default_rng(5).random((64, 64), np.float32)
+
+    def begin(name: str, work: Work) -> Begun:
+        return bench.supervisor.begin(work, lambda *became: told[name].append(became))
+
+    held = 2 * x.nbytes
+    with bench.standing():
+        products = [bench.work(x, x) for _ in range(4)]
+        begun = [begin("running" if number == 0 else "queued", products[number][0]) for number in range(4)]
+        assert bench.supervisor.queue.depth > 0
+        for each in begun:
+            each.cancel()
+            each.cancel()
+        assert all(each.done() for each in begun)
+        assert bench.supervisor.queue.depth == 0
+        assert bench.slots.bytes_by_state["request"] in (held, 2 * held)  # what the worker has
+    assert told["running"] == [(None, None)]
+    assert told["queued"] == 3 * [(None, None)]
+    work, d = bench.work(x, x)
+    done = begin("computed", work)
+    await bench.until(done.done)
+    done.cancel()
+    ((outcome, error),) = told["computed"]  # type: ignore[misc]
+    assert isinstance(outcome, Outcome)
+    assert error is None
+    np.testing.assert_allclose(d, x.astype(np.float64) @ x, rtol=1e-5)
+    begin("refused", replace_params(bench.work(x, x)[0], variant="step9-none"))
+    await bench.until(lambda: told["refused"])
+    ((outcome, error),) = told["refused"]  # type: ignore[misc]
+    assert outcome is None
+    assert isinstance(error, ServiceError)
+    assert error.code == "unsupported"
     await bench.until(lambda: bench.slots.bytes_by_state["request"] == 0)
 
 
