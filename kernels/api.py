@@ -6,10 +6,10 @@ current stream, and may be captured into a CUDA graph once the same product has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kernels import reference
 from kernels.device import describe_cpu
@@ -45,23 +45,16 @@ def gemm(
     Raises TypeError or ValueError for what can't be meant, kernels.problem.Unsupported where the named
     variant can't take the product. No gradients are recorded.
     """
-    call = _Call(a, b, c, bias, out)
-    tail = Epilogue(
-        float(alpha),
-        call.beta(beta),
-        c is not None,
-        None if bias is None else BiasDim(bias_dim),
-        Activation(activation or "none"),
-    )
-    problem = call.prepare(tail, out_dtype, Precision(precision or "ieee"), bool(batch_invariant))
+    options = _options(alpha, beta, bias_dim, activation, out_dtype, precision, batch_invariant)
+    call = _Call(a, b, c, bias, out, options)
     if a.is_cuda:
         import torch
 
         with torch.cuda.device(a.device):
             if call.d.numel():
-                _on_gpu(runtime(a.device.index), problem, call, variant)
+                _on_gpu(runtime(a.device.index), call.problem, call, variant)
     else:
-        _on_cpu(problem, call, variant)
+        _on_cpu(call.problem, call, variant)
     return call.result
 
 
@@ -99,51 +92,38 @@ def gemm_grouped(
             raise ValueError(f"{name} has {len(each)} tensors, a has {len(a)}")
     if any(x.device != a[0].device for x in a):
         raise ValueError("all products of a group must be on one device")
-    calls = [_Call(*(None if each is None else each[i] for each in lists.values())) for i in range(len(a))]
-    problems = [
-        call.prepare(
-            Epilogue(
-                float(alpha),
-                call.beta(beta),
-                call.c is not None,
-                None if call.bias is None else BiasDim(bias_dim),
-                Activation(activation or "none"),
-            ),
-            out_dtype,
-            Precision(precision or "ieee"),
-            bool(batch_invariant),
-        )
-        for call in calls
-    ]
+    options = _options(alpha, beta, bias_dim, activation, out_dtype, precision, batch_invariant)
+    tensors = zip(*([None] * len(a) if each is None else each for each in lists.values()), strict=True)
+    calls = [_Call(x, y, z, line, d, options) for x, y, z, line, d in tensors]
     if out is not None:
         _apart(calls)
     if a and a[0].is_cuda:
         import torch
 
-        there = [(problem, call) for problem, call in zip(problems, calls, strict=True) if call.d.numel()]
+        there = [(call.problem, call.operands) for call in calls if call.d.numel()]
         with torch.cuda.device(a[0].device):
-            runtime(a[0].device.index).run_group([(problem, call.operands) for problem, call in there])
+            runtime(a[0].device.index).run_group(there)
     else:
-        for problem, call in zip(problems, calls, strict=True):
-            _on_cpu(problem, call, "auto")
+        for call in calls:
+            _on_cpu(call.problem, call, "auto")
     return [call.result for call in calls]
 
 
 def _apart(calls: Sequence[_Call]) -> None:
     """Raise ValueError where a result shares memory with another product's tensors."""
-    names = ("a", "b", "c", "bias", "d")
-    tensors = [
-        (i, name, _flat(x))
-        for i, call in enumerate(calls)
-        for name in names
-        if (x := getattr(call, name)) is not None and x.numel()
-    ]
-    spans = sorted(((*_span(x), i, name, x) for i, name, x in tensors), key=lambda each: each[:4])
+    spans = sorted(
+        (
+            (x.data_ptr(), x.data_ptr() + nbytes, i, name, x)
+            for i, call in enumerate(calls)
+            for name, x, nbytes in call.spans()
+        ),
+        key=lambda each: each[:4],
+    )
     for number, (_, end, i, name, x) in enumerate(spans):
         for start, _, j, other, y in spans[number + 1 :]:
             if start >= end:
                 break
-            if i == j or "d" not in (name, other) or not overlap(x, y):
+            if i == j or "d" not in (name, other) or not overlap(_flat(x), _flat(y)):
                 continue
             writer, reader, of = (i, j, other) if name == "d" else (j, i, name)
             raise ValueError(f"out of product {writer} overlaps {of} of product {reader}")
@@ -153,81 +133,216 @@ def _flat(x: Any) -> Any:
     return x if x.dim() == 3 else x.view(1, 1, -1)  # a bias
 
 
-class _Call:
-    """The tensors of one call, checked, as three-dimensional views."""
+class _Options(NamedTuple):
+    """What is asked besides the tensors."""
 
-    def __init__(self, a: Any, b: Any, c: Any, bias: Any, out: Any) -> None:
-        given = {"a": a, "b": b, "c": c, "bias": bias, "out": out}
-        for name, x in given.items():
-            if x is None and name not in ("a", "b"):
-                continue
-            if not hasattr(x, "data_ptr"):
-                raise TypeError(f"{name} must be a torch tensor, not {type(x).__name__}")
-            if x.device != a.device:
-                raise ValueError(f"{name} is on {x.device}, a on {a.device}")
-            if name != "bias" and x.dim() not in (2, 3):
-                raise ValueError(f"{name} must have 2 or 3 dimensions, not {x.dim()}")
-            dtype_of(x)
-        if a.dtype != b.dtype:
-            raise TypeError(f"a is {a.dtype} and b is {b.dtype}; they must share a dtype")
-        self.flat = all(x is None or x.dim() == 2 for x in (a, b, c, out))
+    alpha: float
+    beta: float | None
+    bias_dim: BiasDim
+    activation: Activation
+    out_dtype: Any
+    precision: Precision
+    batch_invariant: bool
+
+
+def _options(
+    alpha: float,
+    beta: float | None,
+    bias_dim: str,
+    activation: str | None,
+    out_dtype: Any,
+    precision: str | None,
+    batch_invariant: bool,
+) -> _Options:
+    return _Options(
+        float(alpha),
+        None if beta is None else float(beta),
+        BiasDim(bias_dim),
+        Activation(activation or "none"),
+        out_dtype,
+        Precision(precision or "ieee"),
+        bool(batch_invariant),
+    )
+
+
+class _Facts(NamedTuple):
+    """All of a tensor but where it lies and what it holds."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    device: Any
+
+    @classmethod
+    def of(cls, x: Any, name: str) -> _Facts:
+        """Raises TypeError for what is no tensor of torch."""
+        try:
+            return cls(x.shape, x.stride(), x.dtype, x.device)
+        except (AttributeError, TypeError):
+            raise TypeError(f"{name} must be a torch tensor, not {type(x).__name__}") from None
+
+    @property
+    def three(self) -> _Facts:
+        """Of the tensor as [layers, rows, columns]."""
+        if len(self.shape) == 3:
+            return self
+        return self._replace(shape=(1, *self.shape), stride=(self.shape[0] * self.stride[0], *self.stride))
+
+    @property
+    def nbytes(self) -> int:
+        """From the first byte to behind the last, at least one element's."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        size: int = self.dtype.itemsize
+        return (last + 1) * size
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A product without its memory: `problem` lacks where C and D lie, as `described` adds it.
+
+    `shape` is D's, three-dimensional; `flat`: the result has two dimensions; `line` is _line's; `nbytes` are what A, B
+    and D span, as _Facts has it.
+    """
+
+    problem: Problem
+    shape: tuple[int, int, int]
+    flat: bool
+    dtype: Any
+    line: int
+    nbytes: tuple[int, int, int]
+
+    def described(self, d: Any, c: Any) -> Problem:
+        """The whole problem."""
+        bits = d.data_ptr() | self.line
+        ldc = _pitch(_Facts.of(c, "c")) if self.problem.epilogue.reads_c else 0
+        return _described(self.problem, ldc, bits & -bits if self.line else 1)
+
+
+@lru_cache(maxsize=4096)
+def _described(problem: Problem, ldc: int, aligned: int) -> Problem:
+    return replace(problem, ldc=ldc, aligned=aligned)
+
+
+@lru_cache(maxsize=4096)  # the same products are asked for again and again
+def _plan(
+    a: _Facts, b: _Facts, c: _Facts | None, bias: _Facts | None, out: _Facts | None, options: _Options
+) -> _Plan:
+    """Check all that doesn't hang on where tensors lie, describe the product."""
+    for name, x in {"a": a, "b": b, "c": c, "bias": bias, "out": out}.items():
+        if x is None:
+            continue
+        if x.device != a.device:
+            raise ValueError(f"{name} is on {x.device}, a on {a.device}")
+        if name != "bias" and len(x.shape) not in (2, 3):
+            raise ValueError(f"{name} must have 2 or 3 dimensions, not {len(x.shape)}")
+        dtype_of(x)
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; they must share a dtype")
+    flat = all(x is None or len(x.shape) == 2 for x in (a, b, c, out))
+    tail = Epilogue(
+        options.alpha,
+        _beta(options.beta, c),
+        c is not None,
+        None if bias is None else options.bias_dim,
+        options.activation,
+    )
+    a, b, c = a.three, b.three, c and c.three
+    (la, m, k), (lb, _, n) = a.shape, b.shape
+    if b.shape[1] != k:
+        raise ValueError(f"a has K = {k}, b has K = {b.shape[1]}")
+    batch = _batch(a, b, c)
+    if c is not None and tuple(c.shape[1:]) != (m, n):
+        raise ValueError(f"c is {tuple(c.shape[1:])}, D is {(m, n)}")
+    if bias is not None and tuple(bias.shape) != (want := (n if tail.bias is BiasDim.N else m,)):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; bias_dim {tail.bias} wants {want}")
+    d = _d((batch, m, n), a, out and out.three, options.out_dtype)
+    trans_a, lda = _layout(a)
+    trans_b, ldb = _layout(b)
+    problem = Problem(
+        m, n, k, batch, dtype_of(a), dtype_of(d), trans_a, trans_b, tail,
+        options.precision, options.batch_invariant,
+        a_broadcast=batch > 1 and la == 1,
+        b_broadcast=batch > 1 and lb == 1,
+        lda=lda,
+        ldb=ldb,
+        ldd=_pitch(d),
+    )  # fmt: skip
+    return _Plan(problem, (batch, m, n), flat, d.dtype, _line(d), (a.nbytes, b.nbytes, d.nbytes))
+
+
+def _beta(beta: float | None, c: _Facts | None) -> float:
+    """The factor of C."""
+    if beta is None:
+        return 0.0 if c is None else 1.0
+    if beta and c is None:
+        raise ValueError(f"beta is {beta}, but there is no c")
+    return beta
+
+
+def _d(shape: tuple[int, int, int], a: _Facts, out: _Facts | None, dtype: Any) -> _Facts:
+    """D as it will be, or what was given for it."""
+    if out is None:
+        return _Facts(shape, (shape[1] * shape[2], shape[2], 1), dtype or a.dtype, a.device)
+    if dtype not in (None, out.dtype):
+        raise TypeError(f"out is {out.dtype}, out_dtype {dtype}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, D is {shape}")
+    if any(step == 0 and size > 1 for step, size in zip(out.stride, shape, strict=True)):
+        raise ValueError("elements of out share memory (an expanded tensor)")
+    return out
+
+
+class _Call:
+    """The tensors of one call, checked, as three-dimensional views, and the product that they are of."""
+
+    def __init__(self, a: Any, b: Any, c: Any, bias: Any, out: Any, options: _Options) -> None:
+        plan = _plan(
+            _Facts.of(a, "a"),
+            _Facts.of(b, "b"),
+            None if c is None else _Facts.of(c, "c"),
+            None if bias is None else _Facts.of(bias, "bias"),
+            None if out is None else _Facts.of(out, "out"),
+            options,
+        )
+        self.nbytes = plan.nbytes
         self.a, self.b = _three(a), _three(b)
         self.c: Any = None if c is None else _three(c)
         self.bias: Any = None if bias is None else bias.detach().contiguous()
-        self.out = out
-        self.d: Any
-        self.result: Any
+        self.result: Any = out
+        if out is None:
+            import torch
+
+            self.result = torch.empty(
+                plan.shape[1:] if plan.flat else plan.shape, dtype=plan.dtype, device=a.device
+            )
+        self.d: Any = _three(self.result)
+        if out is not None:
+            self._check_apart()
+        if c is not None:
+            self._separate_c(plan.problem.epilogue)
+        self.problem = plan.described(self.d, self.c)
 
     @property
     def operands(self) -> Operands:
-        """As the runtime takes them, once prepared."""
+        """As the runtime takes them."""
         return Operands(self.a, self.b, self.d, self.c, self.bias)
 
-    def beta(self, beta: float | None) -> float:
-        """The factor of C."""
-        if beta is None:
-            return 0.0 if self.c is None else 1.0
-        if beta and self.c is None:
-            raise ValueError(f"beta is {beta}, but there is no c")
-        return float(beta)
+    def spans(self) -> Iterator[tuple[str, Any, int]]:
+        """Each tensor that has elements, its name, and how many bytes it spans."""
+        for name, nbytes in zip(("a", "b", "d"), self.nbytes, strict=True):
+            if (x := getattr(self, name)).numel():
+                yield name, x, nbytes
+        for name in ("c", "bias"):
+            if (x := getattr(self, name)) is not None and x.numel():
+                yield name, x, _Facts.of(x, name).nbytes
 
-    def prepare(self, tail: Epilogue, out_dtype: Any, precision: Precision, invariant: bool) -> Problem:
-        """Check shapes, make D, describe the product."""
-        (_, m, k), n = self.a.shape, self.b.shape[2]
-        if self.b.shape[1] != k:
-            raise ValueError(f"a has K = {k}, b has K = {self.b.shape[1]}")
-        batch = _batch(self.a, self.b, self.c)
-        if self.c is not None and tuple(self.c.shape[1:]) != (m, n):
-            raise ValueError(f"c is {tuple(self.c.shape[1:])}, D is {(m, n)}")
-        if self.bias is not None:
-            want = (n if tail.bias is BiasDim.N else m,)
-            if tuple(self.bias.shape) != want:
-                raise ValueError(
-                    f"bias has shape {tuple(self.bias.shape)}; bias_dim {tail.bias} wants {want}"
-                )
-        self._place((batch, m, n), out_dtype)
-        if self.c is not None:
-            self._separate_c(tail)
-        return self._describe(tail, batch, precision, invariant)
-
-    def _place(self, shape: tuple[int, int, int], out_dtype: Any) -> None:
-        """Make D, or check what was given for it."""
-        import torch
-
-        if self.out is None:
-            kind = out_dtype or self.a.dtype
-            self.result = torch.empty(shape[1:] if self.flat else shape, dtype=kind, device=self.a.device)
-            self.d = _three(self.result)
-            return
-        self.result, self.d = self.out, _three(self.out)
-        if out_dtype not in (None, self.d.dtype):
-            raise TypeError(f"out is {self.d.dtype}, out_dtype {out_dtype}")
-        if tuple(self.d.shape) != shape:
-            raise ValueError(f"out has shape {tuple(self.d.shape)}, D is {shape}")
-        if any(step == 0 and size > 1 for step, size in zip(self.d.stride(), shape, strict=True)):
-            raise ValueError("elements of out share memory (an expanded tensor)")
-        for name, x in (("a", self.a), ("b", self.b)):
-            if overlap(self.d, x):
+    def _check_apart(self) -> None:
+        """D overwrites neither A nor B."""
+        of_a, of_b, of_d = self.nbytes
+        start = self.d.data_ptr()
+        for name, x, nbytes in (("a", self.a, of_a), ("b", self.b, of_b)):
+            begins = x.data_ptr()
+            if begins < start + of_d and start < begins + nbytes and overlap(self.d, x):
                 raise ValueError(f"out overlaps {name}")
 
     def _separate_c(self, tail: Epilogue) -> None:
@@ -236,62 +351,43 @@ class _Call:
         same = c.data_ptr() == self.d.data_ptr() and c.stride() == self.d.stride() and c.dtype == self.d.dtype
         self.c = c.clone() if tail.reads_c and not same and overlap(self.d, c) else c
 
-    def _describe(self, tail: Epilogue, batch: int, precision: Precision, invariant: bool) -> Problem:
-        (la, m, k), (lb, _, n) = self.a.shape, self.b.shape
-        trans_a, lda = _layout(self.a)
-        trans_b, ldb = _layout(self.b)
-        return Problem(
-            m, n, k, batch, dtype_of(self.a), dtype_of(self.d), trans_a, trans_b, tail,
-            precision, invariant,
-            a_broadcast=batch > 1 and la == 1,
-            b_broadcast=batch > 1 and lb == 1,
-            lda=lda,
-            ldb=ldb,
-            ldc=_pitch(self.c) if tail.reads_c else 0,
-            ldd=_pitch(self.d),
-            aligned=_aligned(self.d),
-        )  # fmt: skip
-
 
 def _three(x: Any) -> Any:
     x = x.detach() if x.requires_grad else x
     return x if x.dim() == 3 else x.unsqueeze(0)
 
 
-def _batch(*operands: Any) -> int:
+def _batch(*operands: _Facts | None) -> int:
     sizes = {x.shape[0] for x in operands if x is not None} - {1}
     if len(sizes) > 1:
         raise ValueError(f"batch sizes differ: {', '.join(map(str, sorted(sizes)))}")
     return sizes.pop() if sizes else 1
 
 
-def _layout(x: Any) -> tuple[bool, int]:
+def _layout(x: _Facts) -> tuple[bool, int]:
     """Whether a [layers, rows, columns] view is stored by columns, and its leading dimension (0: compact)."""
     _, rows, columns = x.shape
-    _, row, column = x.stride()
+    _, row, column = x.stride
     if column != 1 and (row == 1 or rows == 1) and columns > 1:
         return True, column if column > rows else 0
     return False, row if column in (0, 1) and row > columns and rows > 1 else 0
 
 
-def _pitch(x: Any) -> int:
+def _pitch(x: _Facts) -> int:
     """Leading dimension of D or C in elements; 0 where it is compact or has no rows to tell."""
-    row = int(x.stride(1))
+    row = x.stride[1]
     return row if x.shape[1] > 1 and row > x.shape[2] else 0
 
 
-def _aligned(d: Any) -> int:
-    """Largest power of two up to 128 that divides the address of each row of D; 1 where columns are apart."""
-    if d.shape[2] > 1 and d.stride(2) != 1:
-        return 1
-    size = d.element_size()
-    offsets = [d.data_ptr(), 128]
-    offsets += [d.stride(0) * size] if d.shape[0] > 1 else []
-    offsets += [d.stride(1) * size] if d.shape[1] > 1 else []
-    together = 0
-    for each in offsets:
-        together |= each
-    return together & -together
+def _line(d: _Facts) -> int:
+    """Bits of 128 and of the strides, in bytes, that tell how each row of D is aligned; 0 where columns are apart."""
+    if d.shape[2] > 1 and d.stride[2] != 1:
+        return 0
+    size = d.dtype.itemsize
+    bits = 128
+    for extent, stride in zip(d.shape[:2], d.stride[:2], strict=True):
+        bits |= stride * size if extent > 1 else 0
+    return bits
 
 
 def overlap(x: Any, y: Any) -> bool:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kernels.device import Device
 from kernels.problem import DType, Problem
@@ -63,8 +62,7 @@ class GroupVariant(Variant, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An operand in device memory: address and strides in elements, as (layer, row of M or N, k)."""
 
     address: int
@@ -74,8 +72,7 @@ class Place:
     k: int
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """One product of a group: A's rows are M, B's are N; the rest as kernels/call.py says."""
 
     problem: Problem

@@ -44,10 +44,10 @@ def packed(x: Any, pack: Callable[..., Any] | None = None, by_column: bool | Non
     by_column: which of the last two dimensions the function wants contiguous (True: rows); by default the one
     that is. pack: the packing kernel, if it is built. An expanded batch becomes one layer.
     """
-    import torch
-
     if by_column is not None and _is_plain(x, by_column):
         return x
+    import torch
+
     if x.stride(0) == 0:
         x = x[:1]
     layers, rows, columns = x.shape

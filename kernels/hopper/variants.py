@@ -244,15 +244,19 @@ class Grouped:
         longest tile, the power cap's.
         """
         t = self.tiling
-        total, longest, power, moved = 0.0, 0.0, 0.0, 0
+        total, longest, steps_done, moved = 0.0, 0.0, 0, 0
+        step_seconds: dict[DType, float] = {}
         for each in problems:
             tiles, steps = each.batch * _ceil(each.m, t.p) * _ceil(each.n, t.q), _ceil(each.k, TILE_K)
-            tail = PLAIN_COST * t.p * t.q * each.out_dtype.itemsize / DRAIN_RATE
-            one = steps * _step_seconds(t, each, device, device.sms) + tail
+            step = step_seconds.get(each.dtype)
+            if step is None:
+                step = step_seconds[each.dtype] = _step_seconds(t, each, device, device.sms)
+            one = steps * step + PLAIN_COST * t.p * t.q * each.out_dtype.itemsize / DRAIN_RATE
             total += one * tiles
             longest = max(longest, one)
-            power += tiles * steps * _step_energy(t, device)
+            steps_done += tiles * steps
             moved += each.bytes_read + each.bytes_written
+        power = steps_done * _step_energy(t, device)
         memory = moved / (READ_SHARE * device.bandwidth)
         return LAUNCH_SECONDS + TABLE_SECONDS + _soft(memory, max(total / max(1, device.sms), longest), power)
 

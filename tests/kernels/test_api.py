@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kernels  # noqa: E402
+from kernels import api  # noqa: E402
 from kernels.api import choice_for, overlap  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
 from kernels.selftest import to_host  # noqa: E402
@@ -156,3 +157,27 @@ def test_importing_the_package_imports_no_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", f"import {modules}, sys; assert 'torch' not in sys.modules"], check=True
     )
+
+
+def test_where_tensors_lie_counts_however_often_the_product_was_asked_for() -> None:
+    a, b, d = (torch.ones(16, 16) for _ in range(3))
+    assert (kernels.gemm(a, b, out=d) == 16).all()
+    for name, out in (("a", a), ("b", b)):
+        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+            kernels.gemm(a, b, out=out)
+    c = torch.full((16, 16), 2.0)
+    for _ in range(2):
+        assert (kernels.gemm(a, b, c=c, out=d) == 18).all()
+        assert (kernels.gemm(a, b, c=d, out=d) == 34).all()
+
+
+def test_alignment_is_of_this_result_and_not_of_one_like_it() -> None:
+    options = api._options(1.0, None, "n", None, None, None, True)
+    a, b = torch.ones(4, 64).half(), torch.ones(64, 64).half()
+    room = torch.empty(4 * 64 + 128).half()
+    start = -room.data_ptr() % 128 // 2
+    found = []
+    for shift in (0, 1, 4, 0):
+        d = room[start + shift :][: 4 * 64].view(4, 64)
+        found.append(api._Call(a, b, None, None, d, options).problem.aligned)
+    assert found == [128, 2, 8, 128]
