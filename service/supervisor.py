@@ -427,8 +427,7 @@ class Supervisor:
         self.kept.ended(handle.index)
         works = [work for flight in flights for work in flight.works]
         for work in list(self.queue):
-            if lost := self.kept.refusal(work.stored):
-                self.queue.discard(work)
+            if (lost := self.kept.refusal(work.stored)) and self.queue.discard(work):
                 self._fail(work, lost)
         for work in reversed(works):
             if work.id not in self._waiting:
@@ -527,5 +526,5 @@ class Supervisor:
     def _give_up(self, now: float, patience: float) -> None:
         """No worker is ready: whoever has waited for `patience` seconds since one was gets a clear 503."""
         for work in [w for w in self.queue if now - max(w.arrived, self._orphaned) > patience]:
-            self.queue.discard(work)
-            self._fail(work, ServiceError("no_worker", "no worker became ready in time", retry_after=5.0))
+            if self.queue.discard(work):  # who is told may take back others
+                self._fail(work, ServiceError("no_worker", "no worker became ready in time", retry_after=5.0))

@@ -235,6 +235,34 @@ async def test_who_is_no_task_is_told_once_and_may_leave(bench: Bench) -> None:
     await bench.until(lambda: bench.slots.bytes_by_state["request"] == 0)
 
 
+async def test_who_is_told_may_leave_another_product_and_each_is_released_once() -> None:
+    """As a session does whose client is gone when it is to be told; here for want of a worker."""
+    bench = Bench(replace(OPTIONS, patience=0.0))
+    bench.supervisor.start()
+    x = np.ones((8, 8), np.float32)
+    released: list[int] = []
+    told: list[Exception | None] = []
+    products: list[Begun] = []
+
+    def tell(outcome: Outcome | None, error: Exception | None) -> None:
+        told.append(error)
+        for each in products:
+            each.cancel()
+
+    for _ in range(3):
+        work, _ = bench.work(x, x)
+        work.release = lambda number=work.id: released.append(number)  # type: ignore[misc]
+        products.append(bench.supervisor.begin(work, tell))
+    await bench.until(lambda: len(told) == 3)
+    assert isinstance(told[0], ServiceError)
+    assert told[0].code == "no_worker"
+    assert told[1:] == [None, None]
+    assert len(set(released)) == len(released) == 3
+    assert bench.supervisor.queue.depth == 0
+    await bench.supervisor.drain(10)
+    bench.arena.close()
+
+
 async def test_a_cpu_with_work_is_sent_no_more_so_that_stacks_grow(bench: Bench) -> None:
     bench.supervisor.tally.estimate = Estimate(1e9, 1e9)  # a product takes longer than the link
     with bench.standing():
