@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -175,6 +176,54 @@ def allocate(services: Parts, nbytes: int, *, owner: str, state: str) -> Slot:
         return services.slots.allocate(nbytes, owner=owner, state=state)
 
 
+class Arriving(Protocol):
+    """A request's body, read once, front to back; `Transfer` is one."""
+
+    @property
+    def content_length(self) -> int | None:
+        """Bytes in all, where that is known."""
+        ...
+
+    async def fill(self, view: memoryview) -> int: ...
+    async def more(self) -> bool: ...
+
+
+@asynccontextmanager
+async def json_text(
+    body: Arriving, services: Parts, owner: str, limit: int, length: int | None = None
+) -> AsyncIterator[bytearray | memoryview]:
+    """JSON of at most `limit` bytes, for the length of a block: all of the body, or the `length` that it begins with.
+
+    A long one is in the arena meanwhile. Raises ServiceError: malformed, too_large, no_room.
+    """
+    size = length if length is not None else body.content_length
+    short = bytearray(LARGE_JSON if size is None else min(LARGE_JSON, size))
+    n = await body.fill(memoryview(short))
+    if n < min(len(short), length or 0):
+        raise _cut_short()
+    if n == size or (length is None and not await body.more()):
+        del short[n:]
+        yield short
+        return
+    size = min(limit, size or limit)
+    slot = allocate(services, size, owner=owner, state="request")
+    try:
+        view = slot.view(size)
+        view[:n] = short
+        n += await body.fill(view[n:])
+        if length is None and await body.more():
+            raise ServiceError("too_large", "the JSON is above the limit", field="body", limit=limit)
+        if n < (length or 0):
+            raise _cut_short()
+        yield view[:n]
+    finally:
+        slot.release()
+
+
+def _cut_short() -> ServiceError:
+    return ServiceError("malformed", "the body is cut short within its JSON", field="body")
+
+
 class Operands:
     """What one request holds while it is decoded, to be given back if it is refused."""
 
@@ -336,24 +385,11 @@ class _Decoder(Operands):
             raise unfit(name[:64], "stands in the JSON body, not in the query")
         limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
         self.transfer.bound(limit)
-        short = bytearray(min(LARGE_JSON, self.transfer.content_length or LARGE_JSON))
-        nbytes = await self.transfer.fill(memoryview(short))
-        if not await self.transfer.more():
-            del short[nbytes:]
-            return await self._json_request(numbers.loads(short), _run)
-        length = limit if self.transfer.content_length is None else self.transfer.content_length
-        slot = allocate(self.services, length, owner=self.owner, state="request")
-        try:
-            view = slot.view(length)
-            view[:nbytes] = short
-            del short
-            nbytes += await self.transfer.fill(view[nbytes:])
-            if await self.transfer.more():
-                raise ServiceError("too_large", "the body is above the limit", field="body", limit=limit)
-            async with parsing(view[:nbytes]) as document:
+        async with json_text(self.transfer, self.services, self.owner, limit) as text:
+            if len(text) <= LARGE_JSON:
+                return await self._json_request(numbers.loads(text), _run)
+            async with parsing(text) as document:
                 return await self._json_request(document, asyncio.to_thread)
-        finally:
-            slot.release()
 
     async def _json_request(self, document: Any, run: Run) -> GemmRequest:
         body = validate(GemmBody, document)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
-from service.decode import GemmRequest, Operands, allocate
+from service.decode import GemmRequest, Operands, json_text
 from service.errors import ServiceError
 from service.formats import DTYPES, Tensor, numbers
 from service.inference.bind import bind
@@ -68,40 +65,11 @@ async def _from_json(
     body: Body, length: int | None, limit: int, operands: Operands, model: Model
 ) -> Inference:
     """The request in the body's JSON part."""
-    async with _text(body, length, limit, operands) as text:
+    async with json_text(body, operands.services, operands.owner, limit, length) as text:
         if len(text) <= LARGE_JSON:
             return parse(numbers.loads(text), model)
         async with parsing(text) as document:
             return parse(document, model)
-
-
-@asynccontextmanager
-async def _text(
-    body: Body, length: int | None, limit: int, operands: Operands
-) -> AsyncIterator[bytearray | memoryview]:
-    """The JSON's bytes, for the length of a block; long ones are in the arena."""
-    size = length if length is not None else body.content_length
-    short = bytearray(LARGE_JSON if size is None else min(LARGE_JSON, size))
-    n = await body.fill(memoryview(short))
-    if n == size or (length is None and not await body.more()):
-        if length is not None and n < length:
-            raise _malformed("the body is cut short within its JSON")
-        del short[n:]
-        yield short
-        return
-    if n < len(short):
-        raise _malformed("the body is cut short within its JSON")
-    size = min(limit, size or limit)
-    slot = allocate(operands.services, size, owner=operands.owner, state="request")
-    try:
-        view = slot.view(size)
-        view[:n] = short
-        n += await body.fill(view[n:])
-        if length is None and await body.more():
-            raise ServiceError("too_large", "the JSON is above the limit", field="body", limit=limit)
-        yield view[:n]
-    finally:
-        slot.release()
 
 
 async def _raw(query: bytes, operands: Operands, body: Body, model: Model) -> Inference:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
+from service.decode import Arriving
 from service.errors import ServiceError
 from service.transfer import Transfer
 
@@ -24,16 +25,10 @@ _EXPAND = 1 << 20
 _SHORT = 1 << 13
 
 
-class Body(Protocol):
-    """A request's body, read once, front to back; `Transfer` is one."""
-
-    @property
-    def content_length(self) -> int | None:
-        """Bytes in all, where that is known."""
+class Body(Arriving, Protocol):
+    """One that brings tensors too."""
 
     async def receive_into(self, *views: memoryview) -> int: ...
-    async def fill(self, view: memoryview) -> int: ...
-    async def more(self) -> bool: ...
     async def finish(self) -> None: ...
 
 

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from service.arena import Slots
 from service.errors import ServiceError
@@ -23,14 +23,13 @@ from service.jobs.model import DONE, Job, rows_of
 from service.jobs.runner import Parts, Runner, Supervisor
 from service.journal import JobRow, Journal, Key, KeySeen
 from service.store import Hold, TensorStore
+from service.turns import LARGE_JSON, parsing
 
 logger = logging.getLogger(__name__)
 
 #: Steps that compute, or wait for it, at once: enough for a full batch.
 ACTIVE_STEPS = 64
 SWEEP_SECONDS = 30.0
-#: Bodies above this are hashed and parsed in a thread.
-_THREAD_BYTES = 1 << 20
 
 
 class Services(Protocol):
@@ -137,7 +136,7 @@ class Jobs:
     async def accept(
         self,
         owner: str,
-        body: bytes | bytearray,
+        body: bytes | bytearray | memoryview,
         key: str | None,
         *,
         share: int | None = None,
@@ -150,12 +149,16 @@ class Jobs:
         now = self.clock()
         known = None
         if key is not None:
-            known = Key(owner, key, await _maybe_thread(len(body), lambda: hashlib.sha256(body).hexdigest()))
+            known = Key(owner, key, await _digest(body))
             earlier = await self.journal.replay(known, now)
             if earlier is not None:
                 return await self.find(owner, earlier)
-        value = await _maybe_thread(len(body), lambda: numbers.loads(body))
-        draft = await decode(value, len(body), Owner(owner, share, writes), self.store, self.limits, now)
+        who = Owner(owner, share, writes)
+        if len(body) <= LARGE_JSON:
+            draft = await decode(numbers.loads(body), len(body), who, self.store, self.limits, now)
+        else:
+            async with parsing(body) as document:
+                draft = await decode(document, len(body), who, self.store, self.limits, now)
         try:
             return await asyncio.shield(asyncio.create_task(self._accept(draft, known, now)))
         except KeySeen:  # another front was faster
@@ -271,5 +274,6 @@ def job_id(now: float) -> str:
     return f"{int(now * 1e3):012x}{secrets.token_hex(10)}"
 
 
-async def _maybe_thread(nbytes: int, work: Callable[[], Any]) -> Any:
-    return work() if nbytes <= _THREAD_BYTES else await asyncio.to_thread(work)
+async def _digest(body: bytes | bytearray | memoryview) -> str:
+    made = hashlib.sha256(body) if len(body) <= LARGE_JSON else await asyncio.to_thread(hashlib.sha256, body)
+    return made.hexdigest()

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from service import download
+from service.decode import json_text
 from service.errors import ServiceError
 from service.jobs import Job, Jobs
 from service.jobs.decode import JobBody
@@ -124,11 +125,12 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
     require_json(transfer)
     services.store.contents.check_room(0)
     with jobs.arriving(owner, _key(transfer)):
-        settings = services.settings
-        body = await transfer.read_all(min(settings.max_json_bytes, settings.max_body_bytes))
+        limit = min(services.settings.max_json_bytes, services.settings.max_body_bytes)
         principal: Principal = scope["state"]["principal"]
         share, writes = principal.quota.store_bytes, principal.may("tensors")
-        job = await jobs.accept(owner, body, _key(transfer), share=share, writes=writes)
+        transfer.bound(limit)
+        async with json_text(transfer, services, owner, limit) as text:
+            job = await jobs.accept(owner, text, _key(transfer), share=share, writes=writes)
     location = (b"location", f"/jobs/{job.id}".encode())
     await send_json(transfer, _document(services, job), [location], status=202)
 

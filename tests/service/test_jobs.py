@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from service.errors import ServiceError
+from service.formats import numbers
 from service.jobs import Job, runner
 from service.jobs.model import Input, Spec, rows_of
 from service.journal import JobRow, StepRow
@@ -86,6 +88,34 @@ class TestRun:
             np.testing.assert_array_equal(await result(front, job, "s"), want)
             # A resident B can be shared by a stack.
             assert front.computer.submitted[0].b.tensor.startswith("ann/w@")
+
+    async def test_large_documents_are_read_one_at_a_time(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each is many times its text's size on the heap."""
+        reading: list[int] = []
+        most: list[int] = []
+        whole = numbers.loads
+
+        def loads(text: Any) -> Any:
+            reading.append(1)
+            most.append(len(reading))
+            time.sleep(0.05)
+            try:
+                return whole(text)
+            finally:
+                reading.pop()
+
+        monkeypatch.setattr(numbers, "loads", loads)
+        big = tensor(400, 400)
+        text = body({"id": "big", "a": big.tolist(), "b": big.tolist()})
+        assert len(text) > 1 << 20
+        async with open_front(settings) as front:
+            jobs = await asyncio.gather(*(front.jobs.accept("ann", text, None) for _ in range(4)))
+            for job in jobs:
+                await front.jobs.wait(job, 60)
+                np.testing.assert_array_equal(await result(front, job, "big"), big @ big)
+        assert most == [1, 1, 1, 1]
 
     async def test_independent_steps_are_submitted_together(self, settings: Settings) -> None:
         async with open_front(settings) as front:

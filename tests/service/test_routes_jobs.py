@@ -64,6 +64,19 @@ def events(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 class TestPost:
+    async def test_a_large_document_waits_in_the_arena(self, site: Site) -> None:
+        """So that what many send at once is bounded, and refused where it is too much."""
+        big = tensor(400, 400)
+        step = {"id": "big", "a": big.tolist(), "b": big.tolist()}
+        slots = site.services.slots
+        taken = slots.allocate(7 << 20)
+        reply = await post(site.ann, step)
+        assert (reply.status_code, reply.json()["code"]) == (507, "no_room")
+        assert (await post(site.ann, ONE)).status_code == 202  # a small one needs none
+        taken.release()
+        told = await ended(site.ann, await post(site.ann, step))
+        assert told["state"] == "done"
+
     async def test_job_runs_and_gives_its_results(self, site: Site) -> None:
         reply = await post(site.ann, ONE, TWO)
         told = await ended(site.ann, reply)
