@@ -313,12 +313,13 @@ class Stage:
                 },
             )
         )
-        with refusals():
-            self.runner.run(register(self.services, self.owner, kind, name, document))
-            assert name != "r"
+        # Before anything is opened: a draw may end the example.
         place = Place(
             name, data.draw(whole.filter(lambda n: n >= 0)), data.draw(whole.filter(lambda n: n >= 0))
         )
+        with refusals():
+            self.runner.run(register(self.services, self.owner, kind, name, document))
+            assert name != "r"
         with refusals(), self.regions.use(self.owner.owner, place) as use:
             assert use.offset + use.nbytes <= use.memory.nbytes <= SHM_BYTES
         if name not in ("r", ""):  # no name ends all
