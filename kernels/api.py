@@ -94,7 +94,7 @@ def gemm_grouped(
         raise ValueError("all products of a group must be on one device")
     options = _options(alpha, beta, bias_dim, activation, out_dtype, precision, batch_invariant)
     tensors = zip(*([None] * len(a) if each is None else each for each in lists.values()), strict=True)
-    calls = [_Call(x, y, z, line, d, options) for x, y, z, line, d in tensors]
+    calls = [_Call(x, y, own_c, own_bias, own_out, options) for x, y, own_c, own_bias, own_out in tensors]
     if out is not None:
         _apart(calls)
     if a and a[0].is_cuda:
@@ -408,8 +408,8 @@ def overlap(x: Any, y: Any) -> bool:
 
 def _span(x: Any) -> tuple[int, int]:
     """Addresses from the first byte to behind the last."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    start = x.data_ptr()
+    return start, start + _Facts.of(x, "x").nbytes
 
 
 def _on_gpu(gpu: Runtime, problem: Problem, call: _Call, variant: str) -> None:

@@ -84,12 +84,15 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class _Repeat:
-    """`plans` are the runtime's when it was found: once those are others, so may be the choice."""
+    """`plans` are the runtime's when it was found: once those are others, so may be the choice.
+
+    call: None where more than a launch is to be done each time: the reference, a copy of an operand.
+    """
 
     plans: object
     choice: Choice
-    call: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    call: Callable[..., Any] | None = None
+    arguments: tuple[Any, ...] = ()
 
 
 class Runtime:
@@ -197,23 +200,22 @@ class Runtime:
         known = product.launch
         if known is None or known.plans is not self._ways:
             known = product.launch = self._find_repeat(product)
-            if known is None:
-                return self.run(product.problem, product.operands, product.variant, before=before)
+        if known.call is None:
+            return self.run(product.problem, product.operands, product.variant, before=before)
         before()
         known.call(*known.arguments)
         return known.choice
 
-    def _find_repeat(self, product: Repeated) -> _Repeat | None:
-        """None where more than a launch is to be done each time: the reference, a copy of an operand."""
+    def _find_repeat(self, product: Repeated) -> _Repeat:
         problem, operands = product.problem, product.operands
         with self._lock:
+            way = self._ways.get((problem, product.variant)) or self._find_way(problem, product.variant)
             plans = self._ways
-            way = plans.get((problem, product.variant)) or self._find_way(problem, product.variant)
-            if way.launch is None or way.launch.packs or plans is not self._ways:
-                return None
+        if way.launch is None or way.launch.packs:
+            return _Repeat(plans, way.choice)
         given = self._prepare(problem, operands)
         if any(_is_copy(getattr(given, name), getattr(operands, name)) for name in ("a", "b", "c", "bias")):
-            return None
+            return _Repeat(plans, way.choice)
         return _Repeat(plans, way.choice, way.launch.ready.call, self._arguments(way.launch, problem, given))
 
     def _find_way(self, problem: Problem, variant: str) -> _Way:
@@ -340,9 +342,8 @@ class Runtime:
         if known.packs:  # packing is part of the product's work
             before()
             before = _nothing
-        given = self._prepare(
-            problem, operands
-        )  # to the end: arguments have no more than addresses of C and bias
+        # Held to the end: of C and the bias the arguments have no more than addresses.
+        given = self._prepare(problem, operands)
         arguments = self._arguments(known, problem, given, blocks)
         before()
         known.ready.call(*arguments)

@@ -23,6 +23,7 @@ from service.admit import Bounds, Rates, admit
 from service.arena import Arena
 from service.awake import WakefulLoop, cores, seconds_for
 from service.batch import Limits, Queue, Work
+from service.begun import Begun, Told
 from service.dispatch import Dispatcher
 from service.errors import ServiceError
 from service.gpus import places
@@ -41,60 +42,10 @@ log = logging.getLogger("gemm.supervisor")
 RETRIES = 1
 
 
-#: Is told an outcome, or why there is none; nothing where who waited has left.
-Told = Callable[[Outcome | None, Exception | None], None]
-
-
-class Begun:
-    """A product that somebody waits for who isn't a task: told in a call, at once.
-
-    What hangs on a future is called in the loop's next turn only.
-    """
-
-    __slots__ = ("_leave", "_told")
-
-    def __init__(self, told: Told, leave: Callable[[], None]) -> None:
-        self._told: Told | None = told
-        self._leave = leave
-
-    def done(self) -> bool:
-        """Whether it is over, or was left."""
-        return self._told is None
-
-    def set_result(self, outcome: Outcome) -> None:
-        """It is computed."""
-        self._tell(outcome, None)
-
-    def set_exception(self, error: Exception) -> None:
-        """It won't be computed."""
-        self._tell(None, error)
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more; again, or once it is over, is no harm."""
-        if self._told is not None:
-            self._leave()
-            self._tell(None, None)
-
-    def _tell(self, outcome: Outcome | None, error: Exception | None) -> None:
-        told, self._told = self._told, None
-        if told is not None:
-            told(outcome, error)
-
-
 @dataclass(slots=True)
 class _Waiting:
     future: asyncio.Future[Outcome] | Begun
     admit_seconds: float
-
-
-def _hand_on(begun: Begun, task: asyncio.Task[Outcome]) -> None:
-    error = None if task.cancelled() else task.exception()
-    if task.cancelled():
-        begun.cancel()
-    elif error is None:
-        begun.set_result(task.result())
-    elif isinstance(error, Exception):
-        begun.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +231,7 @@ class Supervisor:
         if self._is_sharded(work):
             # To the end, whoever leaves: a task that is cancelled before it began would release nothing.
             task = asyncio.ensure_future(self._submit_sharded(work, admitting))
-            task.add_done_callback(partial(_hand_on, begun))
+            task.add_done_callback(begun.end_with)
         else:
             self._queue(work, _Waiting(begun, admitting))
         return begun
@@ -323,8 +274,6 @@ class Supervisor:
         """Whether it goes to all devices together: it asks for that, or no device has room for it."""
         if work.params.variant == VARIANT:
             return True
-        if len(self.handles) == 1 and self.options.spread is None:
-            return False
         kept = self.team.kept_beside_workers
         larger = work.params.variant == "auto" and too_large(work, self.handles, kept)
         return larger and why_not(work, self.handles, self.options.spread) is None

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from service import logs
+from service.begun import Begun
 from service.decode import GemmRequest, Operands
 from service.errors import ServiceError, at_stage
 from service.formats.raw import emit_shape
@@ -58,7 +59,6 @@ from service.regions import Region
 from service.reply import outcome_texts, stored_document
 from service.routes.gemm import keep, work_of
 from service.services import Services
-from service.supervisor import Begun
 
 #: Products of one session that may be under way; the next packet waits.
 MOST_RUNNING = 32

@@ -286,6 +286,20 @@ def test_a_repeated_product_is_of_what_its_operands_hold_now(what: str) -> None:
     assert len(marks) == 4
 
 
+def test_that_a_repeated_product_copies_an_operand_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, d = torch.ones(1, 8, 16).half(), torch.ones(1, 16, 8).half(), torch.zeros(1, 8, 8).half()
+    tail = Epilogue(beta=1.0, c=True)
+    gpu = make(Fake())
+    prepared: list[int] = []
+    whole = gpu._prepare
+    monkeypatch.setattr(gpu, "_prepare", lambda *given: prepared.append(1) or whole(*given))
+    product = Repeated(Problem(8, 8, 16, epilogue=tail), Operands(a, b, d, torch.ones(1, 8, 8).double()))
+    for _ in range(4):
+        gpu.repeat(product)
+    assert (d == 17).all()
+    assert len(prepared) == 5  # once to find it, and once a launch
+
+
 def test_what_a_repeated_launch_takes_is_found_once() -> None:
     a, b, d = torch.ones(1, 8, 16).half(), torch.ones(1, 16, 8).half(), torch.zeros(1, 8, 8).half()
     gpu = make(Fake())

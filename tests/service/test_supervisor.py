@@ -17,12 +17,13 @@ import pytest_asyncio
 from service.admit import Bounds, Estimate
 from service.arena import Arena, Slots
 from service.batch import Limits, Work
+from service.begun import Begun
 from service.errors import ServiceError
 from service.handle import Flight, Handle, State, Times
 from service.messages import Operand, Params
 from service.metrics import Metrics
 from service.outcome import Outcome
-from service.supervisor import Begun, Options, Supervisor
+from service.supervisor import Options, Supervisor
 
 OPTIONS = Options(
     Limits(), Bounds(1000, 1 << 40), Times(ping=0.1, hang=60.0), ("--backend", "numpy"), patience=60
