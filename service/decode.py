@@ -385,11 +385,12 @@ class _Decoder(Operands):
             raise unfit(name[:64], "stands in the JSON body, not in the query")
         limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
         self.transfer.bound(limit)
-        async with json_text(self.transfer, self.services, self.owner, limit) as text:
-            if len(text) <= LARGE_JSON:
-                return await self._json_request(numbers.loads(text), _run)
-            async with parsing(text) as document:
-                return await self._json_request(document, asyncio.to_thread)
+        async with (
+            json_text(self.transfer, self.services, self.owner, limit) as text,
+            parsing(text) as document,
+        ):
+            run: Run = _run if len(text) <= LARGE_JSON else asyncio.to_thread
+            return await self._json_request(document, run)
 
     async def _json_request(self, document: Any, run: Run) -> GemmRequest:
         body = validate(GemmBody, document)

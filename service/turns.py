@@ -24,11 +24,14 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 @asynccontextmanager
 async def parsing(text: bytes | bytearray | memoryview) -> AsyncIterator[Any]:
-    """The document of a large text, for the length of a block; what is left of one that is refused is let go.
+    """The document of a text, for the length of a block; what is left of a large one that is refused is let go.
 
     Garbage is looked for among young objects alone meanwhile: a full look would go through all lists of the text, and
     hold all up.
     """
+    if len(text) <= LARGE_JSON:
+        yield numbers.loads(text)
+        return
     loop = asyncio.get_running_loop()
     if loop not in _turns:
         _turns[loop] = asyncio.Semaphore(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.decode import GemmRequest, Operands, json_text
 from service.errors import ServiceError
-from service.formats import DTYPES, Tensor, numbers
+from service.formats import DTYPES, Tensor
 from service.inference.bind import bind
 from service.inference.encoding import Body, body_of
 from service.inference.models import INPUT_OF, Model
@@ -14,7 +14,7 @@ from service.model import GemmQuery
 from service.query import handle_in, query_fields
 from service.raw_plan import raw_tensors
 from service.transfer import Transfer
-from service.turns import LARGE_JSON, parsing
+from service.turns import parsing
 
 #: The header that tells where JSON ends and tensors begin.
 HEADER = b"inference-header-content-length"
@@ -65,11 +65,11 @@ async def _from_json(
     body: Body, length: int | None, limit: int, operands: Operands, model: Model
 ) -> Inference:
     """The request in the body's JSON part."""
-    async with json_text(body, operands.services, operands.owner, limit, length) as text:
-        if len(text) <= LARGE_JSON:
-            return parse(numbers.loads(text), model)
-        async with parsing(text) as document:
-            return parse(document, model)
+    async with (
+        json_text(body, operands.services, operands.owner, limit, length) as text,
+        parsing(text) as document,
+    ):
+        return parse(document, model)
 
 
 async def _raw(query: bytes, operands: Operands, body: Body, model: Model) -> Inference:

@@ -17,7 +17,6 @@ from typing import Protocol
 
 from service.arena import Slots
 from service.errors import ServiceError
-from service.formats import numbers
 from service.jobs.decode import Draft, Limits, Owner, decode
 from service.jobs.model import DONE, Job, rows_of
 from service.jobs.runner import Parts, Runner, Supervisor
@@ -154,11 +153,8 @@ class Jobs:
             if earlier is not None:
                 return await self.find(owner, earlier)
         who = Owner(owner, share, writes)
-        if len(body) <= LARGE_JSON:
-            draft = await decode(numbers.loads(body), len(body), who, self.store, self.limits, now)
-        else:
-            async with parsing(body) as document:
-                draft = await decode(document, len(body), who, self.store, self.limits, now)
+        async with parsing(body) as document:
+            draft = await decode(document, len(body), who, self.store, self.limits, now)
         try:
             return await asyncio.shield(asyncio.create_task(self._accept(draft, known, now)))
         except KeySeen:  # another front was faster
