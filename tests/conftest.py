@@ -11,7 +11,7 @@ KERNELS, BENCHMARKS = (Path(__file__).parent / name for name in ("kernels", "ben
 #: Tests that share nothing with their file's others and take long: each goes by itself.
 ALONE = ("::test_every_step[", "::test_what_is_built_passes[", "blackwell/test_step9_virtual.py::")
 #: By how long they take: who begins last ends last.
-LONG = ("test_install.py", "test_page_browser.py", "::test_every_step[9-", "::test_what_is_built_passes[")
+LONG = ("test_install.py", "test_page_browser.py", "::test_what_is_built_passes[")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,6 +15,7 @@ from kernels.verify import check
 from service.drivers.base import problem_of
 from service.memory import Memory
 from service.messages import Item, Params
+from tests.kernels import samples
 from tests.service.real import PATIENT, Service, result, running
 
 torch: Any = pytest.importorskip("torch")
@@ -69,14 +70,10 @@ def test_unlike_products_that_wait_together_share_a_launch(service: Service) -> 
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kernels() -> Path:
     """The grouped kernel and Step 9 for products alone, compiled."""
     pytest.importorskip("cutlass")
-    from kernels.build import build
-
-    folder = tmp_path_factory.mktemp("kernels")
-    build("sm_90a", modules=["tests.kernels.samples.grouped", "tests.kernels.samples.step9"], root=folder)
-    return folder
+    return samples.built()
 
 
 @pytest.mark.ci

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass")
 
 from kernels import selftest  # noqa: E402
-from kernels.build import build  # noqa: E402
 from kernels.operands import Operands  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem  # noqa: E402
 from kernels.verify import check  # noqa: E402
+from tests.kernels import samples  # noqa: E402
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
@@ -29,13 +29,11 @@ SHAPES = (  # m, n, k, batch, what follows: many tiles, few rows, one element a 
 
 
 @pytest.fixture(scope="module")
-def chip(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def chip() -> Any:
     """A virtual GPU of four SMs with the sample's functions, under three schedules."""
     from kernels.virtual.runtime import VirtualRuntime
 
-    folder = tmp_path_factory.mktemp("kernels")
-    build("sm_90a", modules=["tests.kernels.samples.grouped"], root=folder)
-    return VirtualRuntime("sm_90a", root=folder, detect=True, schedules=3)
+    return VirtualRuntime("sm_90a", root=samples.built(), detect=True, schedules=3)
 
 
 def made(chip: Any, dtype: DType, trans_b: bool) -> list[tuple[Problem, tuple[Any, ...], Operands]]:

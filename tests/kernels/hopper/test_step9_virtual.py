@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,32 @@ import pytest
 pytest.importorskip("cutlass")
 
 from kernels import selftest
-from kernels.build import build
 from kernels.hopper.variants import Step9, candidates, variants
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 from kernels.verify import check
-from tests.kernels.samples.step9 import NAMES
+from tests.kernels import samples
+from tests.kernels.samples.step9 import NAMES, OTHERS
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
+SHARED, PINGPONG = NAMES[:2]
+WIDE, BF16, ALONE = OTHERS
+TAIL = Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N)
+# Whole tiles; edges in all three dimensions, more tiles than blocks, K past the ring.
+WHOLE, RAGGED = Problem(256, 512, 256), Problem(264, 264, 328)
+SCHEDULED = (
+    (SHARED, WHOLE),
+    (ALONE, replace(RAGGED, trans_b=True, epilogue=TAIL)),
+    (PINGPONG, replace(RAGGED, epilogue=TAIL)),
+    (WIDE, replace(RAGGED, trans_a=True, out_dtype=DType.FP32)),
+    (BF16, replace(RAGGED, trans_b=True, dtype=DType.BF16, out_dtype=DType.BF16, epilogue=TAIL)),
+)
+
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root() -> Path:
     """The sample, compiled."""
-    folder = tmp_path_factory.mktemp("kernels")
-    build("sm_90a", modules=["tests.kernels.samples.step9"], root=folder)
-    return folder
+    return samples.built()
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
@@ -42,6 +54,18 @@ def test_it_is_right_and_free_of_races(root: Path, name: str, long: bool) -> Non
     a, b, c, bias = selftest.host_operands(problem)
     verdict = check(problem, selftest.launch(chip, variant, problem, a, b, c, bias), a, b, c, bias)
     assert verdict.ok, verdict.detail
+
+
+@pytest.mark.parametrize(("name", "problem"), SCHEDULED, ids=lambda x: getattr(x, "m", x))
+def test_it_is_right_under_every_schedule(root: Path, name: str, problem: Problem) -> None:
+    from kernels.virtual.subject import Case, Subject
+
+    variant = _variant(name)
+    assert variant.function(problem) == name
+    outcome = Subject("sm_90a", root).verify(Case(9, name, problem, variant))
+    assert outcome.ok, outcome.text()
+    assert [run.schedule for run in outcome.report.runs] == ["late", "early", "random 1"]
+    assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
 
 
 @pytest.mark.parametrize("activation", list(Activation))

@@ -1,4 +1,7 @@
-"""Eight functions of Hopper's Step 9, one of each way to share a tile: a whole family takes minutes to compile."""
+"""Eleven functions of Hopper's Step 9: one of each way to share a tile, and some of other types and layouts.
+
+A whole family takes minutes to compile.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,14 @@ NAMES = (
     "step9_128x256_split2_swap_fp16_plain_nn",
     "step9_128x256_2x1_lag1_fp16_fp16_nn",
 )
+OTHERS = (
+    "step9_128x256_2x1_fp16_fp32_tn",
+    "step9_128x256_2x1_bf16_bf16_nt",
+    "step9_128x256_fp16_fp16_nt",
+)
 
 
 def functions() -> Sequence[Function]:
-    """Those of NAMES, in one library."""
+    """Those of NAMES and OTHERS, in one library."""
     found = (*step9_multi_consumer.functions(), *candidates.functions())
-    return [replace(f, library="step9_sample") for f in found if f.name in NAMES]
+    return [replace(f, library="step9_sample") for f in found if f.name in NAMES + OTHERS]
