@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.libraries import default_root
 from kernels.trace import CLUSTER, arguments, main, problem_of, room
 
 
@@ -35,7 +36,7 @@ def test_every_warp_of_a_step_is_seen(tmp_path: Path, capsys: pytest.CaptureFixt
     pytest.importorskip("cutlass")
     out = tmp_path / "trace.json"
     command = ["--arch", "sm_90a", "--step", "7", "--mnk", "128,128,128"]
-    assert main([*command, "--root", str(tmp_path), "--out", str(out)]) == 0
+    assert main([*command, "--root", str(default_root()), "--out", str(out)]) == 0
     assert "not a measurement" in capsys.readouterr().out
     events = json.loads(out.read_text())["traceEvents"]
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
