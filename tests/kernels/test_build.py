@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,57 @@ from kernels.targets import Function
 SAMPLE = "tests.kernels.samples.add"
 
 
+@dataclass
+class Made:
+    """A folder, what each build of it handed on, and the libraries that were compiled for it."""
+
+    root: Path
+    built: list[Built] = field(default_factory=list)
+    compiled: list[str] = field(default_factory=list)
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sample built, under a careless umask."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The sample, built twice at once, under a careless umask."""
     pytest.importorskip("cutlass")
-    root = tmp_path_factory.mktemp("kernels")
+    made = Made(tmp_path_factory.mktemp("kernels") / "built")
+    real = builder._subprocess
+
+    def counted(arch: str, dump: Path, *arguments: str) -> None:
+        if arguments[0] == "library":
+            made.compiled.append(arguments[2])
+        real(arch, dump, *arguments)
+
+    def one() -> None:
+        made.built.extend(build("sm_90a", modules=[SAMPLE], root=made.root))
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
     before = os.umask(0o002)
     try:
-        built = build("sm_90a", modules=[SAMPLE], root=root / "built")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(builder, "_subprocess", counted)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     finally:
         os.umask(before)
-    assert [(b.library, b.functions, b.cached) for b in built] == [("add", ("add_1", "add_2"), False)]
-    return root / "built"
+    return made
+
+
+@pytest.fixture(scope="module")
+def root(made: Made) -> Path:
+    """The folder with the sample in it."""
+    return made.root
+
+
+def test_two_builds_at_once_compile_once(made: Made) -> None:
+    assert made.compiled == ["add"], "flock holds between open files, so threads stand for processes here"
+    functions = ("add_1", "add_2")
+    found = sorted((each.library, each.functions, each.cached) for each in made.built)
+    assert found == [("add", functions, False), ("add", functions, True)]
+    assert set(read_manifest(made.root, "sm_90a").functions) == {*functions}
+    assert not list((made.root / "sm_90a").glob("new-*"))
 
 
 def test_manifest_holds_the_facts(root: Path) -> None:
@@ -88,29 +128,6 @@ def test_changed_compiler_rebuilds(root: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def _stop() -> None:
     raise BuildError("stopped by the test")
-
-
-def test_two_builds_at_once_compile_once(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-    real = builder._subprocess
-
-    def counted(arch: str, dump: Path, *arguments: str) -> None:
-        if arguments[0] == "library":
-            compiled.append(arguments[2])
-        real(arch, dump, *arguments)
-
-    monkeypatch.setattr(builder, "_subprocess", counted)
-    threads = [
-        threading.Thread(target=build, args=("sm_90a",), kwargs={"modules": [SAMPLE], "root": tmp_path})
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert compiled == ["add"], "flock holds between open files, so threads stand for processes here"
-    assert set(read_manifest(tmp_path, "sm_90a").functions) == {"add_1", "add_2"}
-    assert not list((tmp_path / "sm_90a").glob("new-*"))
 
 
 def test_failure_names_the_library_and_leaves_nothing(tmp_path: Path) -> None:
