@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
 
 
 CHIPS = {
-    "sm_90a": ("step9-64x64", "step9_64x64_fp16_plain*"),
-    "sm_100a": ("step9-256x256-plain", "step9_256x256_*_fp16_plain"),
+    "sm_90a": ("step9-64x64", ["step9_64x64_fp16", "pack_16bit"]),
+    "sm_100a": ("step9-256x256-plain", [f"step9_256x256_{each}_fp16_plain" for each in ("kn", "kk", "mn")]),
 }
 
 
@@ -31,10 +31,9 @@ def chip(request: pytest.FixtureRequest) -> Any:
     from kernels.virtual.runtime import VirtualRuntime
 
     arch = request.param
-    name, library = CHIPS[arch]
-    build(arch, only=library)
-    if arch == "sm_90a":
-        build(arch, only="pack*")
+    name, libraries = CHIPS[arch]
+    for library in libraries:
+        build(arch, only=library)
     own = [each for each in family.own(arch) if each.name == name]
     assert own
     return VirtualRuntime(arch, variants=own, detect=True)
