@@ -119,6 +119,7 @@ bench-gpu: ## Measure kernels, ladder and service on one GPU (MACHINE=name); wri
 	$(BIN)/python -m benchmarks.suite --all --profile --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.suite --dtype bf16 --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.suite --layouts --machine $(MACHINE)
+	$(BIN)/python -m benchmarks.suite --rows --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.grouped --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.ladder --machine $(MACHINE)
 	$(BIN)/python -m benchmarks.sanitizer --machine $(MACHINE)

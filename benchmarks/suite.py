@@ -2,6 +2,7 @@
 
     python -m benchmarks.suite [--dtype fp16] [--layout nn] [--only TEXT] [--all] [--profile] [--machine h200]
     python -m benchmarks.suite --layouts    # nt, tn and tt at 4096³ and 8192³
+    python -m benchmarks.suite --rows       # so many rows as no tile has, by the weights of a linear layer
 
 Each shape: the selector (no table) names a variant; its D is checked element by element by the API's error
 bound against fp64, NaN before the launch; then all are timed. A contender is a CUDA graph of some launches
@@ -55,6 +56,7 @@ SHAPES = (  # batch, m, n, k
     (64, 512, 512, 512),
 )
 LAYOUT_SHAPES = ((1, 4096, 4096, 4096), (1, 8192, 8192, 8192))  # timed with transposed operands too
+ROWS = (24, 40, 72, 100, 129, 150, 180, 200, 240, 300)  # M, before N = K = 8192
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 BEGIN = "<!-- suite: python -m benchmarks.suite --readme -->\n"
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
@@ -549,6 +551,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--layouts", action="store_true", help="time nt, tn and tt instead; writes suite-layouts"
     )
     parser.add_argument(
+        "--rows", action="store_true", help="time M between the sizes of tiles instead; writes suite-rows"
+    )
+    parser.add_argument(
         "--profile", action="store_true", help="profile shapes below goal; writes profile.json"
     )
     parser.add_argument("--only", default="", help="shapes whose MxNxK holds this text")
@@ -557,6 +562,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add_places(parser, None)
     parser.add_argument("--readme", action="store_true", help="only write kernels/README.md from the results")
     return parser.parse_args(argv)
+
+
+def _problems(options: argparse.Namespace, dtype: DType) -> list[Problem]:
+    """What is timed."""
+    if options.layouts:
+        return [problem_of(s, dtype, layout) for layout in ("nt", "tn", "tt") for s in LAYOUT_SHAPES]
+    if options.rows:
+        return [problem_of((1, m, 8192, 8192), dtype, "nt") for m in ROWS]
+    return [problem_of(shape, dtype, options.layout) for shape in SHAPES]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -577,10 +591,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     failed = 0
     dtype = DType(options.dtype)
-    problems = [problem_of(shape, dtype, options.layout) for shape in SHAPES]
-    if options.layouts:
-        problems = [problem_of(s, dtype, layout) for layout in ("nt", "tn", "tt") for s in LAYOUT_SHAPES]
-    for problem in problems:
+    for problem in _problems(options, dtype):
         shape = (problem.batch, problem.m, problem.n, problem.k)
         if options.only not in "x".join(map(str, shape)):
             continue
@@ -593,7 +604,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(timed))
     machine = options.machine or short_name(device.name)
     details = machine_of(device, bandwidth, ours)
-    layout = "layouts" if options.layouts else options.layout
+    layout = "layouts" if options.layouts else "rows" if options.rows else options.layout
     suffix = "".join(f"-{part}" for part in (options.dtype, layout) if part not in ("fp16", "nn"))
     packages = ["torch", "apache-tvm-ffi", "nvidia-cublas"]
     print(write(machine, f"suite{suffix}", timed, details=details, packages=packages, folder=options.out))

@@ -35,6 +35,7 @@ FIELDS: dict[str, tuple[int, str]] = {
 }
 TILE_K = 64
 SPAN = 64  # elements of a row of TMA's 128-byte swizzle
+BOX_UNIT = 8  # rows: boxes are no taller than a product with fewer rows than a tile needs
 _TYPES = {DType.FP16: 6, DType.BF16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16, _BFLOAT16
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
@@ -124,11 +125,15 @@ def _record(each: Product, p: int, q: int, raster: int, first: int, encode: Enco
 
 @lru_cache(maxsize=8192)  # operands come again at the same places
 def _map(dtype: DType, x: Place, rows: int, k: int, tile: int, encode: Encode) -> bytes:
-    """Tensor map of [layers, rows, k] whose box is what one load brings: along K all rows of a tile, else 64."""
+    """Tensor map of [layers, rows, k] whose box is what one load brings: along K all rows of a tile, else 64.
+
+    Of an operand with fewer rows than a tile the box has no more than these: TMA is slow to fill rows with zeros.
+    """
     size = dtype.itemsize
     along_k = x.k == 1
     dims = (k, rows, x.layers) if along_k else (rows, k, x.layers)
-    box = (TILE_K, tile, 1) if along_k else (SPAN, TILE_K, 1)
+    tall = min(tile, -(-rows // BOX_UNIT) * BOX_UNIT)
+    box = (TILE_K, tall, 1) if along_k else (SPAN, TILE_K, 1)
     strides = ((x.row if along_k else x.k) * size, x.layer * size)
     room = (ctypes.c_uint8 * (2 * MAP_BYTES))()
     start = -ctypes.addressof(room) % 64  # the driver wants 64-byte alignment

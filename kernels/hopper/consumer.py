@@ -19,6 +19,7 @@ from kernels.hopper.epilogue import (
     EVICT_FIRST,
     TILE_BYTES,
     Terms,
+    clear_sixteen,
     consumer_barrier,
     halves,
     is_simple,
@@ -124,10 +125,24 @@ def consume(
     rank_p: Int32,
     rank_q: Int32,
     part: Int32,
+    x: cutlass.Constexpr,
+    y: cutlass.Constexpr,
     clock: cutlass.Constexpr,
     terms: Terms,
 ) -> None:
-    """Multiply what the ring holds and write the tiles out. `clock` notes the handoffs (marks.py)."""
+    """Multiply what the ring holds and write the tiles out. `x`, `y`: how much of it the producer loads."""
+    if first < tiles.total:
+        tile_p, tile_q, _ = tiles.at(first)
+        x_rows = x.within_tile(terms.p, tile_p * t.cluster_p + rank_p)
+        y_rows = y.within_tile(terms.q, tile_q * t.cluster_q + rank_q)
+        if x_rows + y_rows < t.p + t.q:
+            stages = cutlass.min(k_tiles, t.stages)
+            _clear(ring, t.p, x_rows, stages, consumer * 128 + thread, t.consumers * 128)
+            _clear(
+                sy.iterator.toint().to(Int32), t.q, y_rows, stages, consumer * 128 + thread, t.consumers * 128
+            )
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=9, number_of_threads=128 * t.consumers)
     share = 0 if cutlass.const_expr(t.pingpong) else consumer  # which rows of the tile
     tiled_mma = make_mma()
     slice_ = tiled_mma.get_slice(share * 128)
@@ -226,6 +241,26 @@ def consume(
             state.skip(k_tiles)
     if cutlass.const_expr(out is not None):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _clear(
+    ring: Int32,
+    rows: cutlass.Constexpr,
+    loaded: Int32,
+    stages: Int32,
+    thread: Int32,
+    threads: cutlass.Constexpr,
+) -> None:
+    """Zeros for those of an operand's `rows` that no load writes, in each of `stages`; a row has 128 bytes.
+
+    They are multiplied for nobody, but under the power cap random bits cost more than zeros. Only of the first tile,
+    and no stage more than it fills: into the others the producer may already load the next one.
+    """
+    for stage in cutlass.range(stages, unroll=1):
+        begin = ring + stage * (rows * 128)
+        for piece in cutlass.range(loaded * 8 + thread, rows * 8, threads, unroll=1):
+            clear_sixteen(begin + piece * 16)
 
 
 @cute.jit
@@ -343,7 +378,7 @@ def drain_any(
 ) -> None:
     """Accumulator → fp32 tile → epilogue → D, one 64×64 tile after the other."""
     parts = 1 if t.pingpong else t.consumers
-    columns = min(64, t.q)
+    columns = staged_columns(t.q)
     across = t.q // columns
     count = t.p // 64 // parts * across
     # One copy of the loop over elements, whichever 64×64 of the registers is staged.
@@ -351,7 +386,9 @@ def drain_any(
         consumer_barrier(consumer)
         for each in cutlass.range_constexpr(count):
             if number == each:
-                put_rows(tile, acc, each // across, each % across * 8, columns // 8, t.swap, thread)
+                put_rows(
+                    tile, acc, each // across, each % across * (columns // 8), columns // 8, t.swap, thread
+                )
         consumer_barrier(consumer)
         row, column = number // across, number % across
         store_any(
@@ -369,16 +406,23 @@ def drain_any(
         )
 
 
+def staged_columns(q: int) -> int:
+    """Columns of what is staged at a time: the widest that divide a tile, up to 64."""
+    return next(columns for columns in (64, 32, 16) if q % columns == 0)
+
+
 @cute.jit
 def _park(t: cutlass.Constexpr, acc: cute.Tensor, ring: Int32, consumer: Int32, thread: Int32) -> None:
     """Accumulator → fp32 tiles in the ring's place, for the blocks of the cluster to add."""
-    columns = min(64, t.q)
+    columns = staged_columns(t.q)
     cute.arch.barrier(barrier_id=9, number_of_threads=128 * t.consumers)  # all warps have read the ring
     across = t.q // columns
     for row in cutlass.range_constexpr(t.p // 64 // t.consumers):
         for column in cutlass.range_constexpr(across):
             number = (row * t.consumers + consumer) * across + column
-            put_rows(ring + number * STAGING_BYTES, acc, row, column * 8, columns // 8, t.swap, thread)
+            put_rows(
+                ring + number * STAGING_BYTES, acc, row, column * (columns // 8), columns // 8, t.swap, thread
+            )
 
 
 @cute.jit
@@ -395,7 +439,7 @@ def reduce(
     terms: Terms,
 ) -> None:
     """Add the parts of the cluster: each block sums its share of the 64×64 tiles and writes them out."""
-    columns = min(64, t.q)
+    columns = staged_columns(t.q)
     across = t.q // columns
     count = t.p // 64 * across
     tile_p, tile_q, layer = tiles.at(first)

@@ -25,6 +25,7 @@ __all__ = [
     "BOX_ROWS",
     "EVICT_FIRST",
     "Terms",
+    "clear_sixteen",
     "consumer_barrier",
     "element",
     "halves",
@@ -150,6 +151,21 @@ def _store_one(address: Int32, a: Float32, *, loc: Any = None, ip: Any = None) -
         [address.ir_value(loc=loc, ip=ip), a.ir_value(loc=loc, ip=ip)],
         "st.shared.f32 [$0], $1;",
         "r,f,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def clear_sixteen(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """16 bytes of zeros to shared memory."""
+    llvm.inline_asm(
+        None,
+        [address.ir_value(loc=loc, ip=ip), Int32(0).ir_value(loc=loc, ip=ip)],
+        "st.shared.v4.b32 [$0], {$1, $1, $1, $1};",
+        "r,r,~{memory}",
         has_side_effects=True,
         asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc,

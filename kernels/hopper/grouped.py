@@ -29,38 +29,17 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
-from kernels.group import FIELDS, MAP_BYTES, RECORD_BYTES, ends_bytes
+from kernels.group import BOX_UNIT, FIELDS, MAP_BYTES, RECORD_BYTES, ends_bytes
 from kernels.hopper.consumer import drain_any, mma_of, multiply
 from kernels.hopper.epilogue import Terms, element
 from kernels.hopper.pipeline import PipelineState, Tiles, init_ring, release, wait_empty
-from kernels.hopper.producer import staged_layout
+from kernels.hopper.producer import SPAN, load_box, staged_layout
 from kernels.hopper.tilings import GROUPED, INPUTS, STAGING_BYTES, TILE_K, Tiling, grouped_function
 from kernels.problem import DType
 from kernels.targets import Function
 
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
-SPAN = 64  # elements of a row of the swizzle, 128 bytes
-
-
-@dsl_user_op
-def _load(
-    target: Int32, tensor_map: Int64, place: tuple[Int32, Int32, Int32], barrier: Int32,
-    *, loc: Any = None, ip: Any = None,
-) -> None:  # fmt: skip
-    """Start one TMA load of a box; its bytes count at the barrier."""
-    operands = [target, tensor_map, *place, barrier]
-    llvm.inline_asm(
-        None,
-        [value.ir_value(loc=loc, ip=ip) for value in operands],
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[$0], [$1, {$2, $3, $4}], [$5];",
-        "r,l,r,r,r,r,~{memory}",
-        has_side_effects=True,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
 
 
 @dsl_user_op
@@ -202,17 +181,21 @@ class Grouped:
             tile_p, tile_q, layer = _tiles(record).at(work - _field(record, "first"))
             x_layer = cutlass.min(layer, _field(record, "x_layers") - 1)
             y_layer = cutlass.min(layer, _field(record, "y_layers") - 1)
+            x_rows = _loaded(not self.trans_a, t.p, _field(record, "p"), tile_p * t.p)
+            y_rows = _loaded(self.trans_b, t.q, _field(record, "q"), tile_q * t.q)
             for k in cutlass.range(_field(record, "k_tiles"), unroll=1):
                 wait_empty(empty + state.stage, state.phase, False)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + state.stage, t.stage_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        full + state.stage, (x_rows + y_rows) * (TILE_K * 2)
+                    )
                     barrier = barriers + state.stage * 8
                     _boxes(
-                        not self.trans_a, t.p, x_ring + state.stage * (t.p * TILE_K * 2), x_map,
+                        not self.trans_a, t.p, x_rows, x_ring + state.stage * (t.p * TILE_K * 2), x_map,
                         tile_p * t.p, k * TILE_K, x_layer, barrier,
                     )  # fmt: skip
                     _boxes(
-                        self.trans_b, t.q, y_ring + state.stage * (t.q * TILE_K * 2), y_map,
+                        self.trans_b, t.q, y_rows, y_ring + state.stage * (t.q * TILE_K * 2), y_map,
                         tile_q * t.q, k * TILE_K, y_layer, barrier,
                     )  # fmt: skip
                 state.advance()
@@ -268,9 +251,18 @@ class Grouped:
             work = work + step
 
 
+def _loaded(k_major: bool, rows: int, extent: Int32, row: Int32) -> Int32:
+    """Of a tile's rows those that are loaded: along K one box, for the host knows the product; else spans within."""
+    if k_major:
+        return cutlass.min(rows, (extent + BOX_UNIT - 1) // BOX_UNIT * BOX_UNIT)
+    return cutlass.min(rows, (extent - row + SPAN - 1) // SPAN * SPAN)
+
+
+@cute.jit
 def _boxes(
-    k_major: bool,
-    rows: int,
+    k_major: cutlass.Constexpr,
+    rows: cutlass.Constexpr,
+    loaded: Int32,
     target: Int32,
     tensor_map: Int64,
     row: Int32,
@@ -279,11 +271,12 @@ def _boxes(
     barrier: Int32,
 ) -> None:
     """Start the loads of rows × TILE_K of one operand: one box along K, or one for each 64 rows."""
-    if k_major:
-        _load(target, tensor_map, (k, row, layer), barrier)
-        return
-    for part in range(rows // SPAN):
-        _load(target + part * (SPAN * TILE_K * 2), tensor_map, (row + part * SPAN, k, layer), barrier)
+    if cutlass.const_expr(k_major):
+        load_box(target, tensor_map, (k, row, layer), barrier)
+    else:
+        for first in cutlass.range_constexpr(0, rows, SPAN):
+            if first < loaded:
+                load_box(target + first * (TILE_K * 2), tensor_map, (row + first, k, layer), barrier)
 
 
 def compile_grouped(grouped: Grouped, prefix: str) -> Any:

@@ -1,17 +1,24 @@
 """Producer of Step 9: receives tensors and a ring of stages, hands on A and B of every k of every tile.
 
-One warp runs `produce`. How operands lie in a stage stands here as well: the consumers multiply what this side
+One thread runs `produce`. How operands lie in a stage stands here as well: the consumers multiply what this side
 has laid out. Operands carry the kernel's names: x runs along p and y along q of D (with `swap`, x is B).
+
+At the edge of an operand a tile is loaded in a box with fewer rows, for TMA takes longer to fill a row with zeros than
+to fetch one. The rows of the stage that are left as they were belong to rows or columns of D that nobody stores.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32, cute
+from cutlass import Int16, Int32, Int64, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu, llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
 from kernels.hopper.epilogue import Terms
@@ -19,7 +26,10 @@ from kernels.hopper.marks import Mark, mark
 from kernels.hopper.pipeline import FastTiles, PipelineState, wait_empty
 from kernels.hopper.tilings import TILE_K
 
-__all__ = ["load_atom", "major_of", "produce", "staged_layout"]
+__all__ = ["SPAN", "Loads", "load_box", "major_of", "produce", "staged_layout"]
+
+BOXES = 8  # sizes of box, at most
+SPAN = 64  # elements of a row of the widest swizzle, 128 bytes
 
 
 def major_of(k_major: bool) -> LayoutEnum:
@@ -29,29 +39,131 @@ def major_of(k_major: bool) -> LayoutEnum:
 
 def staged_layout(k_major: bool, rows: int, dtype: Any, stages: int) -> cute.ComposedLayout:
     """Staged (rows, k, stages) layout in the widest swizzle that fits the contiguous dimension."""
+    order = (0, 1, 2) if k_major else (1, 0, 2)
+    return cute.tile_to_shape(_swizzled(k_major, rows, dtype), (rows, TILE_K, stages), order=order)
+
+
+def _swizzled(k_major: bool, rows: int, dtype: Any) -> cute.ComposedLayout:
     kind = sm90.get_smem_layout_atom(major_of(k_major), dtype, TILE_K if k_major else rows)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (rows, TILE_K, stages), order=(0, 1, 2) if k_major else (1, 0, 2))
+    return warpgroup.make_smem_layout_atom(kind, dtype)
 
 
-def load_atom(tensor: cute.Tensor, k_major: bool, rows: int, multicast: bool) -> Any:
-    """TMA load of rows × TILE_K of an operand, to one block or several."""
-    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
-    stage = cute.slice_(staged_layout(k_major, rows, tensor.element_type, 1), (None, None, 0))
-    return cpasync.make_tiled_tma_atom(op, tensor, stage, (rows, TILE_K))
+@dsl_user_op
+def load_box(
+    target: Int32, tensor_map: Int64, place: tuple[Int32, Int32, Int32], barrier: Int32, mask: Any = None,
+    *, loc: Any = None, ip: Any = None,
+) -> None:  # fmt: skip
+    """Start one TMA load of a box; its bytes count at the barrier. `mask`: of every block that it names."""
+    operands = [target, tensor_map, *place, barrier]
+    to, last, letters = "", "", "r,l,r,r,r,r"
+    if mask is not None:
+        operands.append(mask)
+        to, last, letters = ".multicast::cluster", ", $6", f"{letters},h"
+    llvm.inline_asm(
+        None,
+        [value.ir_value(loc=loc, ip=ip) for value in operands],
+        f"cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes{to} "
+        f"[$0], [$1, {{$2, $3, $4}}], [$5]{last};",
+        f"{letters},~{{memory}}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _map_address(atom: cute.CopyAtom, *, loc: Any = None, ip: Any = None) -> Int64:
+    """Where the tensor map of a load lies."""
+    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
+    ready = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    pointer = cute_nvgpu.get_tma_desc_addr(kind, ready, loc=loc, ip=ip)
+    return Int64(cute_nvgpu.cast_tma_desc_to_integer(T.i64(), pointer.value, loc=loc, ip=ip))
+
+
+@dataclass(frozen=True)
+class Loads:
+    """TMA loads of an operand of which a tile has `tile_rows`, `sharing` blocks loading a slice each for all of them.
+
+    Where rows lie along K a slice is one box, smaller at an edge: of the sizes in `boxes`, each with an atom. Where
+    they lie across, a slice is as many boxes of `SPAN` rows as lie within the operand.
+    """
+
+    k_major: bool
+    tile_rows: int
+    sharing: int
+    atoms: tuple[Any, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Of a slice."""
+        return self.tile_rows // self.sharing
+
+    @property
+    def boxes(self) -> tuple[int, ...]:
+        """Rows of each size of box, the largest first."""
+        return tuple(range(self.rows, 0, -self.unit)) if self.k_major else (self.unit,)
+
+    @property
+    def unit(self) -> int:
+        """Rows from one size to the next, or of the only one."""
+        return -(-self.rows // (8 * BOXES)) * 8 if self.k_major else min(self.rows, SPAN)
+
+    def within(self, extent: Int32, row: Int32) -> Int32:
+        """Rows that are loaded of the slice at `row` of an operand of `extent` rows."""
+        missing = cutlass.max(row + self.rows - extent, 0) // self.unit * self.unit
+        loaded = self.rows - missing
+        return cutlass.select_(row < extent, loaded, Int32(0))
+
+    def within_tile(self, extent: Int32, tile: Int32) -> Int32:
+        """The same of a tile, by all blocks that share it."""
+        row = tile * self.tile_rows
+        return sum((self.within(extent, row + i * self.rows) for i in range(self.sharing)), Int32(0))
+
+    def of(self, tensor: cute.Tensor) -> tuple[tuple[Any, ...], cute.Tensor]:
+        """An atom for each size of box, and the operand's coordinates (rows, k, layer)."""
+        multicast = self.sharing > 1
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
+        made = []
+        for rows in self.boxes:
+            swizzled = _swizzled(self.k_major, rows, tensor.element_type)
+            box = cute.tile_to_shape(swizzled, (rows, TILE_K), order=(0, 1) if self.k_major else (1, 0))
+            made.append(cpasync.make_tiled_tma_atom(op, tensor, box, (rows, TILE_K)))
+        return tuple(atom for atom, _ in made), made[0][1]
+
+    def map_for(self, loaded: Int32) -> Int64:
+        """Address of the tensor map of the box with so many rows."""
+        found = _map_address(self.atoms[0])
+        for rows, atom in zip(self.boxes[1:], self.atoms[1:], strict=True):
+            found = cutlass.select_(loaded == rows, _map_address(atom), found)
+        return found
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What a block loads of an operand: `loaded` rows from `row` on, of a layer.
+
+    `ring`: where it lies in stage 0; `map`: address of its tensor map; `mask`: the blocks that share it.
+    """
+
+    loads: Loads
+    map: Int64
+    ring: Int32
+    mask: Any
+    row: Int32
+    loaded: Int32
+    layer: Int32
 
 
 @cute.jit
 def produce(
     t: cutlass.Constexpr,
-    x_k_major: cutlass.Constexpr,
-    y_k_major: cutlass.Constexpr,
-    tma_x: cute.CopyAtom,
-    gx: cute.Tensor,
-    tma_y: cute.CopyAtom,
-    gy: cute.Tensor,
-    sx: cute.Tensor,
-    sy: cute.Tensor,
+    x: cutlass.Constexpr,
+    y: cutlass.Constexpr,
+    x_ring: Int32,
+    y_ring: Int32,
+    x_layers: Int32,
+    y_layers: Int32,
     full: cute.Pointer,
     empty: cute.Pointer,
     tiles: FastTiles,
@@ -67,64 +179,52 @@ def produce(
 ) -> None:
     """Fill the ring: A and B of every k of every tile of this block. `clock` notes the handoffs (marks.py)."""
     # Of each tile that blocks share, every block loads its own slice, to the same place in all of them.
-    xs, xg = _slices(tma_x, gx, sx, x_k_major, t.p, t.cluster_q, t.stages)
-    ys, yg = _slices(tma_y, gy, sy, y_k_major, t.q, t.cluster_p, t.stages)
     x_mask, y_mask = None, None
     if cutlass.const_expr(t.cluster_q > 1):  # blocks of the same p: ranks rank_p + i·cluster_p
-        x_mask = cutlass.Int16(
-            sum(1 << i * t.cluster_p for i in range(t.cluster_q)) << (part * t.sharing + rank_p)
-        )
+        x_mask = Int16(sum(1 << i * t.cluster_p for i in range(t.cluster_q)) << (part * t.sharing + rank_p))
     if cutlass.const_expr(t.cluster_p > 1):  # blocks of the same q: cluster_p consecutive ranks
-        y_mask = cutlass.Int16(((1 << t.cluster_p) - 1) << (part * t.sharing + rank_q * t.cluster_p))
-    x_layers, y_layers = cute.size(gx, mode=[2]), cute.size(gy, mode=[2])
+        y_mask = Int16(((1 << t.cluster_p) - 1) << (part * t.sharing + rank_q * t.cluster_p))
     state = PipelineState.producer(t.stages)
     work = first
     while work < tiles.total:
         tile_p, tile_q, layer = tiles.at(work)
-        x_layer, y_layer = cutlass.min(layer, x_layers - 1), cutlass.min(layer, y_layers - 1)
-        x_row = (tile_p * t.cluster_p + rank_p) * t.cluster_q + rank_q
-        y_row = (tile_q * t.cluster_q + rank_q) * t.cluster_p + rank_p
-        x_tile, y_tile = xg[(None, x_row, None, x_layer)], yg[(None, y_row, None, y_layer)]
+        x_tile, y_tile = tile_p * t.cluster_p + rank_p, tile_q * t.cluster_q + rank_q
+        x_slice = _slice(x, x_ring, x_mask, x_tile, rank_q, cutlass.min(layer, x_layers - 1), terms.p)
+        y_slice = _slice(y, y_ring, y_mask, y_tile, rank_p, cutlass.min(layer, y_layers - 1), terms.q)
+        arriving = (x.within_tile(terms.p, x_tile) + y.within_tile(terms.q, y_tile)) * (TILE_K * 2)
         for k in cutlass.range(k_tiles, unroll=1):
             mark(clock, terms, work, k_tiles, 0, Mark.LOAD_WAITS, k)
             wait_empty(empty + state.stage, state.phase, t.sharing > 1)
             mark(clock, terms, work, k_tiles, 0, Mark.LOAD_MAY, k)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + state.stage, t.stage_bytes)
-            cute.copy(
-                tma_x,
-                x_tile[(None, k_first + k)],
-                xs[(None, state.stage * t.cluster_q + rank_q)],
-                tma_bar_ptr=full + state.stage,
-                mcast_mask=x_mask,
-            )
-            cute.copy(
-                tma_y,
-                y_tile[(None, k_first + k)],
-                ys[(None, state.stage * t.cluster_p + rank_p)],
-                tma_bar_ptr=full + state.stage,
-                mcast_mask=y_mask,
-            )
+            cute.arch.mbarrier_arrive_and_expect_tx(full + state.stage, arriving)
+            barrier = full.toint().to(Int32) + state.stage * 8
+            _load(x_slice, (k_first + k) * TILE_K, state.stage, barrier)
+            _load(y_slice, (k_first + k) * TILE_K, state.stage, barrier)
             mark(clock, terms, work, k_tiles, 0, Mark.LOAD_ASKED, k)
             state.advance()
         work = work + step
     cute.arch.griddepcontrol_launch_dependents()
 
 
-def _slices(
-    atom: Any,
-    tensor: cute.Tensor,
-    stages_of: cute.Tensor,
-    k_major: bool,
-    rows: int,
-    sharing: int,
-    stages: int,
-) -> Any:
-    """Slices of rows/sharing rows: staged (element, stage · sharing), in memory (element, row, k, layer)."""
-    part = rows // sharing
-    layout = staged_layout(k_major, part, stages_of.element_type, stages * sharing)
-    sliced = cute.make_tensor(stages_of.iterator, layout.outer)
-    tiles = cute.local_tile(tensor, (part, TILE_K), (None, None, None))
-    return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(sliced, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
+def _slice(
+    loads: Loads, ring: Int32, mask: Any, tile: Int32, rank: Int32, layer: Int32, extent: Int32
+) -> _Slice:
+    row = (tile * loads.sharing + rank) * loads.rows
+    loaded = loads.within(extent, row)
+    place = ring + rank * (loads.rows * TILE_K * 2)
+    return _Slice(loads, loads.map_for(loaded), place, mask, row, loaded, layer)
+
+
+@cute.jit
+def _load(of: cutlass.Constexpr, k: Int32, stage: Int32, barrier: Int32) -> None:
+    """Ask for what a block loads of an operand, where there is any of it."""
+    loads = of.loads
+    target = of.ring + stage * (loads.tile_rows * TILE_K * 2)
+    if cutlass.const_expr(loads.k_major):
+        if of.loaded > 0:
+            load_box(target, of.map, (k, of.row, of.layer), barrier, of.mask)
+    else:
+        for first in cutlass.range_constexpr(0, loads.rows, loads.unit):
+            if first < of.loaded:
+                place = (of.row + first, k, of.layer)
+                load_box(target + first * (TILE_K * 2), of.map, place, barrier, of.mask)

@@ -5,13 +5,13 @@ Adds        a second consumer warpgroup: both share each staged B, or take turns
 Why faster  a tile of 128×256 brings 85 FLOPs a byte from L2 with its B multicast (64 with 128×128); two
             consumers keep the tensor cores busy while one of them waits.
 Costs       one block an SM; a tile's epilogue is not hidden by another tile's product, except in ping-pong.
-Roles       warpgroup 0: producer, 40 registers: warp 0 loads by TMA, the others idle. Warpgroups 1, 2:
+Roles       warpgroup 0: producer, 40 registers: one thread loads by TMA, the others idle. Warpgroups 1, 2:
             consumers, 232 registers: wgmma m64·q·k16, one group in flight, then the epilogue, while the
             producer already fills the ring with the next tile. With one consumer nothing is moved.
 Barriers    full[s], empty[s]: see pipeline.py. Named, of one consumer: 10 + consumer, 128 threads, twice a
             tile that is staged for the rest of the epilogue (it is free; it is written); by TMA each warp
-            stores what it staged. Of all: 9, before split-K reuses the ring;
-            12 + consumer, 256 threads: its turn, in ping-pong and where consumer 1 lags. Cluster: barriers
+            stores what it staged. Of all: 9, when rows past an edge are cleared, and before split-K reuses the
+            ring; 12 + consumer, 256 threads: its turn, in ping-pong and where consumer 1 lags. Cluster: barriers
             are initialized; split-K's parts are there; nobody signals or reads a peer any more.
             inbox[consumer], of two blocks that divide K: 1 arrival and the bytes of half a tile, which the
             peer sends (consumer.py).
@@ -25,7 +25,7 @@ min_blocks_per_mp keeps setmaxnreg in the machine code: without it ptxas drops i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,7 +37,7 @@ from kernels.hopper.consumer import consume, mma_of, reduce
 from kernels.hopper.epilogue import BOX_ROWS, TILE_BYTES, Terms
 from kernels.hopper.marks import SILENT
 from kernels.hopper.pipeline import FastTiles, init_inbox, init_ring
-from kernels.hopper.producer import load_atom, produce, staged_layout
+from kernels.hopper.producer import Loads, produce, staged_layout
 from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Member, Tiling
 from kernels.problem import DType
 from kernels.targets import Function
@@ -62,6 +62,12 @@ class Gemm:
         """Whether x, y lie along K in memory."""
         a, b = not self.trans_a, self.trans_b
         return (b, a) if self.tiling.swap else (a, b)
+
+    def _loads(self) -> tuple[Loads, Loads]:
+        """Of x, which blocks of the same p share, and of y."""
+        t = self.tiling
+        x_k_major, y_k_major = self._k_major()
+        return Loads(x_k_major, t.p, t.cluster_q), Loads(y_k_major, t.q, t.cluster_p)
 
     @cute.jit
     def __call__(
@@ -98,8 +104,8 @@ class Gemm:
 
         x_smem = staged_layout(x_k_major, t.p, self.dtype, t.stages)
         y_smem = staged_layout(y_k_major, t.q, self.dtype, t.stages)
-        tma_x, gx = load_atom(x, x_k_major, t.p // t.cluster_q, t.cluster_q > 1)
-        tma_y, gy = load_atom(y, y_k_major, t.q // t.cluster_p, t.cluster_p > 1)
+        x_loads, y_loads = self._loads()
+        (x_atoms, gx), (y_atoms, gy) = x_loads.of(x), y_loads.of(y)
 
         tma_d, gd, d_smem = None, None, None
         if cutlass.const_expr(self.out is not None):
@@ -130,9 +136,9 @@ class Gemm:
         if cutlass.const_expr(t.split == 1):
             clusters = cutlass.min(clusters, cutlass.max(ctas // t.cluster, 1))
         self.kernel(
-            tma_x,
+            x_atoms,
             gx,
-            tma_y,
+            y_atoms,
             gy,
             tma_d,
             gd,
@@ -156,9 +162,9 @@ class Gemm:
     @cute.kernel
     def kernel(
         self,
-        tma_x: cute.CopyAtom,
+        x_atoms: Any,
         gx: cute.Tensor,
-        tma_y: cute.CopyAtom,
+        y_atoms: Any,
         gy: cute.Tensor,
         tma_d: Any,
         gd: Any,
@@ -192,9 +198,12 @@ class Gemm:
         part = rank // t.sharing  # which part of K
         rank_p, rank_q = rank % t.sharing % t.cluster_p, rank % t.sharing // t.cluster_p
 
+        x_loads, y_loads = self._loads()
+        x_loads, y_loads = replace(x_loads, atoms=x_atoms), replace(y_loads, atoms=y_atoms)
+
         if warp == 0:
-            cpasync.prefetch_descriptor(tma_x)
-            cpasync.prefetch_descriptor(tma_y)
+            cpasync.prefetch_descriptor(x_atoms[0])
+            cpasync.prefetch_descriptor(y_atoms[0])
             if cutlass.const_expr(self.out is not None):
                 cpasync.prefetch_descriptor(tma_d)
 
@@ -243,28 +252,28 @@ class Gemm:
             if cutlass.const_expr(t.consumers > 1):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                produce(
-                    t,
-                    *self._k_major(),
-                    tma_x,
-                    gx,
-                    tma_y,
-                    gy,
-                    sx,
-                    sy,
-                    full,
-                    empty,
-                    tiles,
-                    first,
-                    step,
-                    k_first,
-                    k_tiles,
-                    rank_p,
-                    rank_q,
-                    part,
-                    self.clock,
-                    terms,
-                )
+                with cute.arch.elect_one():
+                    produce(
+                        t,
+                        x_loads,
+                        y_loads,
+                        ring,
+                        sy.iterator.toint().to(Int32),
+                        cute.size(gx, mode=[2]),
+                        cute.size(gy, mode=[2]),
+                        full,
+                        empty,
+                        tiles,
+                        first,
+                        step,
+                        k_first,
+                        k_tiles,
+                        rank_p,
+                        rank_q,
+                        part,
+                        self.clock,
+                        terms,
+                    )
             self.clock.watch(full, tiles, first, step, k_tiles, rank, warp, terms)
             if cutlass.const_expr(t.parks):
                 _meet()
@@ -294,6 +303,8 @@ class Gemm:
                 rank_p,
                 rank_q,
                 part,
+                x_loads,
+                y_loads,
                 self.clock,
                 terms,
             )

@@ -19,6 +19,7 @@ INPUTS = (DType.FP16, DType.BF16)
 PLAIN = "plain"  # stores any type to any address and stride
 ALL_LAYOUTS = ((False, False), (False, True), (True, False), (True, True))  # A, B stored transposed
 NN = ((False, False),)
+ROWS_OF_A = ((False, False), (False, True))  # A as it is: its rows lie along K
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Tiling:
 
     def __post_init__(self) -> None:
         rows = self.p if self.pingpong else self.p // self.consumers
-        if rows % 64 or self.q not in (16, 32, 64, 128, 192, 256):
+        if rows % 64 or self.q % 16 or not 16 <= self.q <= 256:
             raise ValueError(f"no instruction computes {rows}×{self.q}")
         if self.split > 1 and self.pingpong:
             raise ValueError("blocks that divide K compute one tile each")
@@ -147,6 +148,13 @@ class Member:
     plain: bool = False
     layouts: tuple[tuple[bool, bool], ...] = ALL_LAYOUTS
 
+    def __post_init__(self) -> None:
+        t = self.tiling
+        for trans_a, trans_b in self.layouts:
+            along_k = (trans_b, not trans_a) if t.swap else (not trans_a, trans_b)
+            if any(rows % 64 and rows > 32 and not k for rows, k in zip((t.p, t.q), along_k, strict=True)):
+                raise ValueError("rows that lie across K are loaded 64 at a time, or 16, or 32")
+
     def function(self, dtype: DType, store: str, trans_a: bool, trans_b: bool) -> str:
         """Name of the function that stores as `store`: the output's type by TMA, or "plain"."""
         layout = ("t" if trans_a else "n") + ("t" if trans_b else "n")
@@ -174,11 +182,12 @@ FAMILY = (
     Member(Tiling(128, 64), plain=True),
     Member(Tiling(64, 128, cluster_p=2, consumers=1)),
     Member(Tiling(64, 64, consumers=1), plain=True),
-    Member(Tiling(64, 64, consumers=1, swap=True), same=False, plain=True),
     Member(Tiling(64, 32, consumers=1, swap=True), same=False, plain=True),
     Member(Tiling(64, 16, consumers=1, half_sm=True, swap=True), same=False, plain=True),
-    Member(Tiling(128, 256, split=2)),
-    Member(Tiling(128, 256, split=2, swap=True), same=False, plain=True),
+    *(
+        Member(Tiling(128, q, cluster_q=2, swap=True), same=False, plain=True, layouts=ROWS_OF_A)
+        for q in (80, 96, 112, 160)
+    ),
     Member(Tiling(128, 128, split=2), plain=True),
     Member(Tiling(64, 64, consumers=1, split=4), same=False, plain=True),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kernels.device import Device
 from kernels.hopper.tilings import (
@@ -85,13 +86,15 @@ class Step9:
         """Launch, then about the longest of three times: memory's, the waves of tiles', the power cap's.
 
         A step of K costs a block the longest of: FLOPs at the tensor cores' rate, bytes that L2 sends, bytes
-        that arrive. Under the cap, FLOPs and bytes from L2 cost energy. Rates were fitted to one H200.
+        that arrive. Under the cap, FLOPs and bytes from L2 cost energy. What lies past the edges isn't loaded, but
+        multiplied, as zeros. Rates were fitted to one H200.
         """
         t = self.tiling
         clusters = self._clusters(problem)
         waves = _ceil(clusters, max(1, _resident(device, t.cluster) // t.cluster))
         steps = _ceil(_ceil(problem.k, TILE_K), t.split)
-        step = _step_seconds(t, problem, device, clusters * t.cluster)
+        costs = _step_costs(t, problem)
+        step = _step_seconds(costs, problem, device, clusters * t.cluster)
         tail = t.p * t.q * problem.out_dtype.itemsize / DRAIN_RATE
         if self._store(problem) == PLAIN:
             tail *= PLAIN_COST
@@ -103,7 +106,7 @@ class Step9:
             tail += REDUCE_SECONDS
         work = waves * (steps * step + tail)
         memory = (problem.bytes_read + problem.bytes_written) / (READ_SHARE * device.bandwidth)
-        power = clusters * t.cluster * steps * _step_energy(t, device)
+        power = clusters * t.cluster * steps * _step_energy(costs, device)
         start = LAUNCH_SECONDS + (CLUSTER_SECONDS if t.cluster > 1 else 0.0)
         return start + _soft(memory, work, power)
 
@@ -141,7 +144,7 @@ CAPPED_BYTES = 5.0e13
 LAUNCH_SECONDS = 1.14e-6
 CLUSTER_SECONDS = 0.81e-6
 REDUCE_SECONDS = 5.1e-6
-EXCHANGE_SECONDS = 4.9e-6
+EXCHANGE_SECONDS = 5.3e-6
 TABLE_SECONDS = 4e-6  # of a group: its table's copy to the device, tensor maps fetched from memory
 SOFT = 2.9  # of the times the longest counts, a little more where they are equal
 
@@ -169,24 +172,43 @@ def _unsupported(problem: Problem, device: Device) -> str | None:
     return next((why for applies, why in reasons if applies), None)
 
 
-def _step_costs(t: Tiling) -> tuple[int, int]:
-    """FLOPs of a block's step along K, and bytes that L2 sends for it."""
-    return 2 * t.p * t.q * TILE_K, int((t.p / t.cluster_q + t.q / t.cluster_p) * TILE_K * 2)
+class _StepCosts(NamedTuple):
+    """Of a block's step along K, the mean of all blocks: FLOPs, bytes that L2 sends for it, bytes that arrive."""
+
+    flops: float
+    sent: float
+    arriving: float
 
 
-def _step_seconds(t: Tiling, problem: Problem, device: Device, blocks: int) -> float:
+def _step_costs(t: Tiling, problem: Problem) -> _StepCosts:
+    extent_p, extent_q = (problem.n, problem.m) if t.swap else (problem.m, problem.n)
+    p, q = _mean_rows(extent_p, t.p, t.cluster_p), _mean_rows(extent_q, t.q, t.cluster_q)
+    line = TILE_K * problem.dtype.itemsize
+    return _StepCosts(2 * t.p * t.q * TILE_K, (p / t.cluster_q + q / t.cluster_p) * line, (p + q) * line)
+
+
+def _mean_rows(extent: int, tile: int, cluster: int) -> float:
+    """Rows that a block loads of a tile, the edge's taken together with the others."""
+    return min(tile, _ceil(extent, 8) * 8 / (_ceil(extent, tile * cluster) * cluster))
+
+
+def _step_seconds(costs: _StepCosts, problem: Problem, device: Device, blocks: int) -> float:
     """Time of a block's step along K where so many blocks are to do, the power cap aside."""
-    flops, sent = _step_costs(t)
     per_sm = device.peak_flops.get(problem.dtype.value, 1e15) / max(1, device.sms)
     idle = max(1.0, device.sms / blocks)  # what these SMs don't take is left to the others
     sending, arriving = (min(rate * idle, ALONE_RATE) for rate in (SENT_RATE, ARRIVING_RATE))
-    return max(STEP_SECONDS, flops / (per_sm * EFFICIENCY), sent / sending, t.stage_bytes / arriving)
+    return max(
+        STEP_SECONDS,
+        costs.flops / (per_sm * EFFICIENCY),
+        costs.sent / sending,
+        costs.arriving / arriving,
+    )
 
 
-def _step_energy(t: Tiling, device: Device) -> float:
+def _step_energy(costs: _StepCosts, device: Device) -> float:
     """Seconds that a block's step along K takes of the whole chip's time under its power cap."""
-    flops, sent = _step_costs(t)
-    return (flops / CAPPED_FLOPS + sent / CAPPED_BYTES) * 700.0 / (device.power_watts or 700.0)
+    seconds = costs.flops / CAPPED_FLOPS + costs.sent / CAPPED_BYTES
+    return seconds * 700.0 / (device.power_watts or 700.0)
 
 
 def _soft(*seconds: float) -> float:
@@ -244,19 +266,16 @@ class Grouped:
         longest tile, the power cap's.
         """
         t = self.tiling
-        total, longest, steps_done, moved = 0.0, 0.0, 0, 0
-        step_seconds: dict[DType, float] = {}
+        total, longest, power, moved = 0.0, 0.0, 0.0, 0
         for each in problems:
             tiles, steps = each.batch * _ceil(each.m, t.p) * _ceil(each.n, t.q), _ceil(each.k, TILE_K)
-            step = step_seconds.get(each.dtype)
-            if step is None:
-                step = step_seconds[each.dtype] = _step_seconds(t, each, device, device.sms)
+            costs = _step_costs(t, each)
+            step = _step_seconds(costs, each, device, device.sms)
             one = steps * step + PLAIN_COST * t.p * t.q * each.out_dtype.itemsize / DRAIN_RATE
             total += one * tiles
             longest = max(longest, one)
-            steps_done += tiles * steps
+            power += tiles * steps * _step_energy(costs, device)
             moved += each.bytes_read + each.bytes_written
-        power = steps_done * _step_energy(t, device)
         memory = moved / (READ_SHARE * device.bandwidth)
         return LAUNCH_SECONDS + TABLE_SECONDS + _soft(memory, max(total / max(1, device.sms), longest), power)
 

@@ -128,6 +128,28 @@ def test_own_kernels_run_where_they_are_meant_to(shape: tuple[int, int, int], in
     assert choose(problem, H200, variants=(*FAMILY, Cublas())).variant.startswith("step9")
 
 
+@pytest.mark.parametrize("m", [40, 72, 100, 129, 150, 180, 200])
+def test_few_rows_past_a_tile_do_not_cost_another_tile(m: int) -> None:
+    """What is estimated for M rows by a layer's weights is well below what a whole tile more would take."""
+    layer = Problem(m, 8192, 8192, trans_b=True, batch_invariant=False)
+    full = replace(layer, m=-(-m // 256) * 256)
+    assert (
+        choose(layer, H200, variants=FAMILY).seconds
+        < (0.62 + 0.38 * m / 256) * choose(full, H200, variants=FAMILY).seconds
+    )
+
+
+def test_tiles_that_no_swizzle_divides_are_compiled_for_rows_along_k_alone() -> None:
+    odd = [v for v in FAMILY if v.tiling.q not in (16, 32) and v.tiling.q % 64]
+    assert {v.tiling.q for v in odd} == {80, 96, 112, 160}
+    for variant in odd:
+        assert variant.unsupported(Problem(150, 256, 256), H200) is None
+        because = variant.unsupported(Problem(152, 256, 256, trans_a=True), H200)
+        assert because == "it is not compiled for this layout of A and B"
+    with pytest.raises(ValueError, match="64 at a time"):
+        Member(Tiling(128, 80, swap=True))
+
+
 def test_a_grid_has_no_more_blocks_than_its_waves_need() -> None:
     assert (
         BASE.blocks(Problem(4096, 4096, 4096), 132) == 128

@@ -115,7 +115,7 @@ def drawn(
 ) -> Problem:
     """A problem that the very function takes."""
     t = variant.tiling
-    rows = dice.choice([1, 3, t.q, t.q * 2 + 5]) if t.swap else dice.randint(1, 700)
+    rows = dice.randint(1, t.q * 2 + 5 if t.swap else 700)
     plain = out is None
     result = dice.choice(list(TORCH)) if plain else out
     columns = dice.randint(1, 900)

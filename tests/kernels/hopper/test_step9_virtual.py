@@ -20,6 +20,7 @@ from tests.kernels.samples.step9 import NAMES, OTHERS
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 SHARED, PINGPONG = NAMES[:2]
+FEW_ROWS = "step9_128x80_1x2_swap_fp16_plain_nn"
 WIDE, BF16, ALONE = OTHERS
 TAIL = Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N)
 # Whole tiles; edges in all three dimensions, more tiles than blocks, K past the ring.
@@ -42,10 +43,8 @@ def root() -> Path:
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_right_and_free_of_races(root: Path, name: str, long: bool) -> None:
-    from kernels.virtual.runtime import VirtualRuntime
-
     variant = _variant(name)
-    chip = VirtualRuntime("sm_90a", root=root, variants=[variant], detect=True)
+    chip = _chip(root, variant, detect=True)
     rows = variant.tiling.q if variant.tiling.swap else 264
     # Shorter than the ring, and longer: a consumer lags, or writes into the ring what ping-pong has read, only there.
     k = 72 * variant.tiling.stages if long else 136
@@ -66,6 +65,24 @@ def test_it_is_right_under_every_schedule(root: Path, name: str, problem: Proble
     assert outcome.ok, outcome.text()
     assert [run.schedule for run in outcome.report.runs] == ["late", "early", "random 1"]
     assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 23, 40, 57, 79, 81, 97, 112, 126, 127, 129, 145, 159])
+@pytest.mark.parametrize("name", [PINGPONG, FEW_ROWS, ALONE])
+def test_an_edge_is_right_wherever_it_lies(root: Path, name: str, rows: int) -> None:
+    """A tile that reaches past it is loaded in a box of another size: every size, in each way to share an operand."""
+    variant = _variant(name)
+    problem = Problem(rows, 72, 200) if name != ALONE else Problem(72, rows * 8, 200, trans_b=True)
+    a, b, c, bias = selftest.host_operands(problem)
+    verdict = check(
+        problem,
+        selftest.launch(_chip(root, variant, detect=True), variant, problem, a, b, c, bias),
+        a,
+        b,
+        c,
+        bias,
+    )
+    assert verdict.ok, verdict.detail
 
 
 @pytest.mark.parametrize("activation", list(Activation))
@@ -92,7 +109,7 @@ def _variant(name: str) -> Step9:
     return next(v for v in (*variants(), *candidates()) if name in {each[0] for each in v.functions()})
 
 
-def _chip(root: Path, variant: Any) -> Any:
+def _chip(root: Path, variant: Any, *, detect: bool = False) -> Any:
     from kernels.virtual.runtime import VirtualRuntime
 
-    return VirtualRuntime("sm_90a", root=root, variants=[variant])
+    return VirtualRuntime("sm_90a", root=root, variants=[variant], detect=detect)

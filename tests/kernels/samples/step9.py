@@ -17,8 +17,7 @@ NAMES = (
     "step9_64x64_split4_fp16_plain_nn",
     "step9_64x16_halfsm_swap_fp16_plain_nn",
     "step9_128x128_split2_fp16_fp16_nn",
-    "step9_128x256_split2_fp16_fp16_nn",
-    "step9_128x256_split2_swap_fp16_plain_nn",
+    "step9_128x80_1x2_swap_fp16_plain_nn",
     "step9_128x256_2x1_lag1_fp16_fp16_nn",
 )
 OTHERS = (
