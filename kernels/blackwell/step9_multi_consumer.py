@@ -23,8 +23,8 @@ Timeline    load         | k0 k1 k2 ·· | next tile's k0 k1 ··
             write back 0 |             | drain, st st st st ··
             write back 1 |              | drain, st st st st ··
 Barriers    all but c2ld and the named ones have cluster scope.
-            tma2mma[s]: leader's; 1 arrival (expect_tx) + CTA_GROUP × stage bytes (98,304; 65,536): stage s
-            landed.
+            tma2mma[s]: leader's; 1 arrival (expect_tx) + CTA_GROUP × stage bytes (98,304; 65,536), less of a
+            tile that reaches past an edge: stage s landed.
             mma2tma[s]: 1 arrival a consumer (commit to both CTAs, mask 0b11): all consumers have read stage
             s.
             mma2ld[c]: 1 arrival (commit to both CTAs): accumulator c is complete.
@@ -54,6 +54,7 @@ Limits      A and B at 16 bytes with leading dimensions and batch strides in mul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,6 +112,19 @@ HELPER_REGISTERS = 56
 WRITEBACK_REGISTERS = 224
 
 
+def box_rows(extent: Int32, tile: int) -> Int32:
+    """Rows of the box that brings a tile, in steps of 8: TMA takes time to fill those past an edge with zeros."""
+    return cutlass.min((extent + 7) // 8 * 8, tile)
+
+
+def bytes_within(row: Int32, extent: Int32, mn_contiguous: bool, tile: int) -> Int32:
+    """What is loaded of a tile that begins at `row`, of an operand with so many: boxes that begin within."""
+    if mn_contiguous:
+        boxes = cutlass.max(0, cutlass.min(extent - row + 63, tile)) // 64
+        return boxes * (64 * BLK_K * 2)
+    return cutlass.select_(row < extent, box_rows(extent, tile) * (BLK_K * 2), Int32(0))
+
+
 class MultiConsumer(Writeback):
     """One function of the family. Attributes that `kernel` sets hold traced values and live for one trace."""
 
@@ -159,8 +173,8 @@ class MultiConsumer(Writeback):
             k_start, k_blocks = k, Int32(1)
         if raster == 0:
             raster = Int32(8)
-        a_map = self.operand_map(a, 1, 2, self.a_mn, BLK_M)
-        b_map = self.operand_map(b, 2, 1, self.b_mn, BLK_N)
+        a_map = self.operand_map(a, 1, 2, self.a_mn, box_rows(m, BLK_M))
+        b_map = self.operand_map(b, 2, 1, self.b_mn, box_rows(n, BLK_N))
         d_map, c_map, c_by_tma = a_map, a_map, Int32(0)
         if cutlass.const_expr(not self.plain):
             d_map = self.piece_map(d, d_batch, d_row, m, n, batch)
@@ -195,13 +209,15 @@ class MultiConsumer(Writeback):
             stream=stream,
         )
 
-    def operand_map(self, x: cute.Tensor, mn: int, k: int, mn_contiguous: bool, rows: int) -> cuda.TensorMap:
+    def operand_map(
+        self, x: cute.Tensor, mn: int, k: int, mn_contiguous: bool, rows: Int32
+    ) -> cuda.TensorMap:
         """Tensor map of an operand [layer, …] whose modes `mn` and `k` are M or N, and K.
 
-        Its box is a staged tile, or half of an MN-major one: 64 of M or N are a span of the swizzle.
+        Its box is what there is of a staged tile, or half of an MN-major one: 64 of M or N are a span of the swizzle.
         """
         inner, outer = (mn, k) if mn_contiguous else (k, mn)
-        return cuda.create_tensor_map_tiled(
+        made = cuda.create_tensor_map_tiled(
             global_address=x.iterator.toint(),
             dtype=self.dtype,
             global_dims=[x.shape[inner], x.shape[outer], x.shape[0]],
@@ -210,6 +226,9 @@ class MultiConsumer(Writeback):
             swizzle=S128,
             l2_promotion=cuda.TensorMapL2Promotion.l2_256b,
         )
+        return replace(
+            made, box_dims=(64, 64 if mn_contiguous else 128, 1)
+        )  # which are fixed where it is compiled
 
     def piece_map(
         self, address: Int64, batch_stride: Int64, row_stride: Int64, m: Int32, n: Int32, layers: Int32
@@ -324,38 +343,57 @@ class MultiConsumer(Writeback):
             m, n, layer = place(tile, self.tiles_m, self.tiles_n, self.raster)
             a_layer, b_layer = cutlass.min(layer, a_layers - 1), cutlass.min(layer, b_layers - 1)
             column = n * MMA_N + self.rank * BLK_N
+            arriving = self.arriving(m, n)
             for block in range(self.k_blocks):
                 wait(self.shared.mma2tma, filling, "cluster")
                 full = self.shared.tma2mma.subview(filling.stage)
                 if self.rank == LEADER:
-                    prims.mbarrier_arrive_expect_tx(full, tiling.stage_bytes * CTA_GROUP)
+                    prims.mbarrier_arrive_expect_tx(full, arriving)
                 k = self.k_start + block * BLK_K
                 for c in cutlass.range_constexpr(tiling.consumers):
                     row = m * tiling.tile_m + c * MMA_M + self.rank * BLK_M
                     tile_a = self.shared.a.subview((filling.stage * tiling.consumers + c) * A_TILE)
-                    self.load_tile(tile_a, a_map, self.a_mn, row, k, a_layer, full)
+                    self.load_tile(tile_a, a_map, self.a_mn, row, self.f.rows, k, a_layer, full)
                 tile_b = self.shared.b.subview(filling.stage * B_TILE)
-                self.load_tile(tile_b, b_map, self.b_mn, column, k, b_layer, full)
+                self.load_tile(tile_b, b_map, self.b_mn, column, self.f.columns, k, b_layer, full)
                 filling.advance()
             tile = self.next_tile(tile, answer)
             answer.advance()
         wait_all(self.shared.mma2tma, filling, "cluster")
 
+    @cute.jit
+    def arriving(self, m: Int32, n: Int32) -> Int32:
+        """Bytes of a stage of tile (m, n), in both CTAs."""
+        total = Int32(0)
+        for half in cutlass.range_constexpr(CTA_GROUP):
+            for c in cutlass.range_constexpr(self.tiling.consumers):
+                row = m * self.tiling.tile_m + c * MMA_M + half * BLK_M
+                total = total + bytes_within(row, self.f.rows, self.a_mn, BLK_M)
+            total = total + bytes_within(n * MMA_N + half * BLK_N, self.f.columns, self.b_mn, BLK_N)
+        return total
+
+    @cute.jit
     def load_tile(
         self,
         tile: cutlass.Array,
         source: cuda.TensorMap,
-        mn_contiguous: bool,
+        mn_contiguous: cutlass.Constexpr,
         row: Int32,
+        extent: Int32,
         k: Int32,
         layer: Int32,
         full: cutlass.Array,
     ) -> None:
-        """Start the loads of 128 rows of op(A), or columns of op(B), and BLK_K of K."""
-        if mn_contiguous:
-            load_pair(tile, source, [row, k, layer], full)
-            load_pair(tile.subview(64 * BLK_K), source, [row + 64, k, layer], full)
-        else:
+        """Start the loads of 128 rows of op(A), or columns of op(B), and BLK_K of K; not of what lies past the edge.
+
+        What was there before is multiplied then, for rows or columns of D that nobody stores.
+        """
+        if cutlass.const_expr(mn_contiguous):
+            if row < extent:
+                load_pair(tile, source, [row, k, layer], full)
+            if row + 64 < extent:
+                load_pair(tile.subview(64 * BLK_K), source, [row + 64, k, layer], full)
+        elif row < extent:
             load_pair(tile, source, [k, row, layer], full)
 
     @cute.jit

@@ -110,7 +110,13 @@ EDITS = (
     Edit(
         9,
         "expect_tx without × CTA_GROUP",
-        ((_STEP9, "tiling.stage_bytes * CTA_GROUP", "tiling.stage_bytes"),),
+        (
+            (
+                _STEP9,
+                "for rank in cutlass.range_constexpr(CTA_GROUP)",
+                "for rank in cutlass.range_constexpr(1)",
+            ),
+        ),
     ),
     Edit(9, "dealloc before the cluster's barrier", ((_STEP9, _MEET9 + _FREE9, _FREE9 + _MEET9),)),
     Edit(9, "a CTA-wide barrier in a role", ((_WRITEBACK, _SYNC9, _SYNC9_ALL),)),
@@ -127,17 +133,18 @@ def edited(step: int, function: str, arch: str, root: Path | None = None) -> Ite
 def compiled(edit: Edit, function: str, arch: str, root: Path | None = None) -> str:
     """PTX of a function with a mistake; compiled unless it is there."""
     root = root or default_root()
-    built = Libraries(arch, root).path(function, "ptx").parent.name  # names the sources that it came from
+    libraries = Libraries(arch, root)
+    built = libraries.path(function, "ptx").parent.name  # names the sources that it came from
     key = hashlib.sha256(f"{built} {function} {edit}".encode()).hexdigest()[:16]
     path = root / "mutants" / f"{function}-{key}.ptx"
     if not path.is_file():
-        text = _compile(edit, function, arch)
+        text = _compile(edit, function, arch, libraries.info(function).module)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return path.read_text()
 
 
-def _compile(edit: Edit, function: str, arch: str) -> str:
+def _compile(edit: Edit, function: str, arch: str, module: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(PACKAGE, copy / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -147,9 +154,11 @@ def _compile(edit: Edit, function: str, arch: str) -> str:
             if text.count(was) != 1:
                 raise LookupError(f"{name} holds {text.count(was)} times what '{edit.kind}' changes")
             path.write_text(text.replace(was, becomes))
-        command = [sys.executable, "-m", "kernels", "build", "--arch", arch, "--only", function]
+        root = str(copy / "built")
+        program = f"build({arch!r}, only={function!r}, modules=[{module!r}], root=Path({root!r}))"
+        program = f"from pathlib import Path; from kernels.build import build; {program}"
         subprocess.run(
-            [*command, "--root", str(copy / "built")], cwd=copy, check=True, capture_output=True,
+            [sys.executable, "-c", program], cwd=copy, check=True, capture_output=True,
             env=os.environ | {"PYTHONPATH": folder},
         )  # fmt: skip
         return Libraries(arch, copy / "built").path(function, "ptx").read_text()

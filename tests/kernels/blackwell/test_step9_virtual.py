@@ -50,6 +50,7 @@ def family() -> Iterator[tuple[Variant, Problem]]:
     yield Variant(BIG), replace(RAGGED, m=40, n=72, epilogue=Epilogue(activation=Activation.GELU))
     yield Variant(BIG), replace(RAGGED, m=40, n=72, epilogue=Epilogue(activation=Activation.SILU))
     yield Variant(BIG), replace(RAGGED, trans_a=True, trans_b=False)
+    yield Variant(SMALL), replace(RAGGED, m=17, n=200)  # boxes of 24 rows; the other CTA's are past the edge
     yield Variant(BIG_DYNAMIC), replace(RAGGED, m=1032, n=264, k=72)
     yield (
         Variant(BIG_DYNAMIC),
