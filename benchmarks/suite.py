@@ -59,6 +59,7 @@ LAYOUT_SHAPES = ((1, 4096, 4096, 4096), (1, 8192, 8192, 8192))  # timed with tra
 ROWS = (24, 40, 72, 100, 129, 150, 180, 200, 240, 300)  # M, before N = K = 8192
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 BEGIN = "<!-- suite: python -m benchmarks.suite --readme -->\n"
+BEGIN_ROWS = "<!-- rows: python -m benchmarks.suite --readme -->\n"
 LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
 BLOCK_SECONDS = 0.2
 SUSTAINED_TURNS = 4
@@ -525,20 +526,35 @@ def _by_shape(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, A
 
 
 def readme(text: str, results: Path) -> str:
-    """kernels/README.md with the suite's table made anew from the results."""
+    """kernels/README.md with the suite's tables made anew from the results."""
     files = [results / "h200" / f"suite{suffix}.json" for suffix in ("", "-bf16")]
     documents = [json.loads(file.read_text()) for file in files if file.is_file()]
     section = ""
     if documents:
-        machine = documents[0]["machine"]
-        section = (
-            f"{markdown(documents)}\n\nMeasured on one {machine['device']} on {documents[0]['date'][:10]} by "
-            f"`{documents[0]['command']}` (benchmarks/results/h200/suite.json, suite-bf16.json); a reduction read "
-            f"{machine['reduction_bytes_per_second'] / 1e12:.2f} TB/s in the same run.\n"
-        )
-    before, _, rest = text.partition(BEGIN)
+        section = f"{markdown(documents)}\n\n{_measured(documents[0], 'suite.json, suite-bf16.json')}"
+    text = _replaced(text, BEGIN, section)
+    rows = results / "h200" / "suite-rows.json"
+    section = ""
+    if rows.is_file():
+        document = json.loads(rows.read_text())
+        section = f"{markdown([document])}\n\n{_measured(document, rows.name)}"
+    return _replaced(text, BEGIN_ROWS, section)
+
+
+def _measured(document: dict[str, Any], files: str) -> str:
+    machine = document["machine"]
+    return (
+        f"Measured on one {machine['device']} on {document['date'][:10]} by `{document['command']}` "
+        f"(benchmarks/results/h200/{files}); a reduction read "
+        f"{machine['reduction_bytes_per_second'] / 1e12:.2f} TB/s in the same run.\n"
+    )
+
+
+def _replaced(text: str, begin: str, section: str) -> str:
+    """The text with another section between this marker and the next end; as it is where it has no such marker."""
+    before, found, rest = text.partition(begin)
     _, end, after = rest.partition("<!-- end -->")
-    return f"{before}{BEGIN}{section}{end}{after}"
+    return f"{before}{begin}{section}{end}{after}" if found else text
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
