@@ -221,26 +221,31 @@ def _subprocess(arch: str, dump: Path, *arguments: str) -> None:
         raise BuildError(f"{' '.join(arguments[:3])} ended with {done.returncode}:\n{said}")
 
 
-def _list(folder: _Folder, module: str, key: str) -> list[_Task]:
-    """Libraries of a module, from the manifest or by importing it in a subprocess."""
-    entry = folder.entry(module, key)
-    if entry is None:
+def _list(folder: _Folder, keys: Mapping[str, str]) -> list[_Task]:
+    """Libraries of modules (their keys by name), from the manifest or by importing those that aren't in it."""
+    entries = {module: folder.entry(module, key) for module, key in keys.items()}
+    found = {module: entry["listed"] for module, entry in entries.items() if entry is not None}
+    if missing := [module for module in keys if module not in found]:
         with tempfile.TemporaryDirectory(dir=folder.path, prefix="list-") as scratch:
-            out = Path(scratch) / "list.json"
-            _subprocess(folder.arch, Path(scratch), "list", module, str(out))
-            listed: dict[str, list[str]] = {}
-            for each in json.loads(out.read_text()):
-                listed.setdefault(each["library"], []).append(each["name"])
+            out = (
+                Path(scratch) / "list.json"
+            )  # one subprocess for all: most of its time is the compiler's import
+            _subprocess(folder.arch, Path(scratch), "list", str(out), *missing)
+            listed: dict[str, dict[str, list[str]]] = json.loads(out.read_text())
 
         def put(data: dict[str, Any]) -> None:
-            old = data["modules"].get(module)
-            if old is None or old["key"] != key:
-                data["modules"][module] = {"key": key, "listed": listed, "libraries": {}}
+            for module, libraries in listed.items():
+                old = data["modules"].get(module)
+                if old is None or old["key"] != keys[module]:
+                    data["modules"][module] = {"key": keys[module], "listed": libraries, "libraries": {}}
 
         folder.update(put)
-    else:
-        listed = entry["listed"]
-    return [_Task(module, key, library, tuple(names)) for library, names in listed.items()]
+        found |= listed
+    return [
+        _Task(module, keys[module], library, tuple(names))
+        for module in keys
+        for library, names in found[module].items()
+    ]
 
 
 def _hold(arch: str, place: Path, facts: Sequence[Mapping[str, Any]]) -> None:
@@ -346,10 +351,9 @@ def build(
     outcomes: list[Built] = []
     failures: list[str] = []
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:  # the threads only wait for subprocesses
-        keys = [key_of(m, arch, folder.compiler) for m in wanted]
-        listed = list(pool.map(lambda pair: _list(folder, *pair), zip(wanted, keys, strict=True)))
-        _check_unique([task for tasks in listed for task in tasks])
-        tasks = [task for tasks in listed for task in tasks if _wanted(task, only)]
+        listed = _list(folder, {module: key_of(module, arch, folder.compiler) for module in wanted})
+        _check_unique(listed)
+        tasks = [task for task in listed if _wanted(task, only)]
         if not tasks:
             raise BuildError(f"nothing of {arch} matches {only!r}")
         futures = [pool.submit(_build_one, folder, task, gated) for task in tasks]

@@ -1,6 +1,6 @@
 """Compiles one library, in a subprocess: receives a module and a library's name, hands on a filled folder.
 
-    python -m kernels.compile list MODULE OUT.json
+    python -m kernels.compile list OUT.json MODULE…
     python -m kernels.compile library MODULE LIBRARY FOLDER
 
 The build starts it with CUTE_DSL_ARCH, CUTE_DSL_KEEP and a CUTE_DSL_DUMP_DIR of its own. Whatever this file
@@ -30,9 +30,8 @@ _SMEM_FIELD = re.compile(rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : [^\n]*{_
 def main(argv: list[str]) -> int:
     """Entry of the subprocess."""
     match argv:
-        case ["list", module, out]:
-            listed = [{"name": f.name, "library": f.file} for f in targets(module)]
-            Path(out).write_text(json.dumps(listed))
+        case ["list", out, *modules]:
+            Path(out).write_text(json.dumps({module: libraries(module) for module in modules}))
         case ["library", module, library, folder]:
             wanted = [f for f in targets(module) if f.file == library]
             compile_library(wanted, library, Path(folder))
@@ -50,6 +49,14 @@ def targets(module: str) -> list[Function]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{module} lists {', '.join(sorted(twice))} more than once")
     return found
+
+
+def libraries(module: str) -> dict[str, list[str]]:
+    """Names of its functions by library."""
+    listed: dict[str, list[str]] = {}
+    for each in targets(module):
+        listed.setdefault(each.file, []).append(each.name)
+    return listed
 
 
 def compile_library(functions: list[Function], library: str, folder: Path) -> None:

@@ -66,8 +66,7 @@ class VirtualRuntime(Runtime):
     ) -> None:
         """Execute one own variant. Raises Misbehaved."""
         with self._launching:
-            given = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
-            self._tensors = {name: x for name, x in given.items() if x is not None}
+            self._tensors = self._named(operands)
             super()._start(known, problem, operands, blocks=blocks, before=before)
 
     def repeat(self, product: Repeated, *, before: Callable[[], object] = lambda: None) -> Choice:
@@ -85,14 +84,23 @@ class VirtualRuntime(Runtime):
         """Execute one launch for several products. Raises Misbehaved."""
         with self._launching:
             self._tensors = {}
+            for _, operands in items:  # the kernel that packs may read them
+                self._know(operands)
             super().launch_group(variant, items, blocks=blocks, before=before)
 
     def _prepare(self, problem: Problem, operands: Operands) -> Operands:
         given = super()._prepare(problem, operands)
-        number = len(self._tensors)  # a group's operands don't come as arguments
-        found = {name: getattr(given, name) for name in ("a", "b", "c", "d", "bias")}
-        self._tensors |= {f"{name} ({number})": x for name, x in found.items() if x is not None}
+        self._know(given)  # a group's operands don't come as arguments
         return given
+
+    def _know(self, operands: Operands) -> None:
+        number = len(self._tensors)
+        self._tensors |= {f"{name} ({number})": x for name, x in self._named(operands).items()}
+
+    @staticmethod
+    def _named(operands: Operands) -> dict[str, Any]:
+        found = {name: getattr(operands, name) for name in ("a", "b", "c", "d", "bias")}
+        return {name: x for name, x in found.items() if x is not None}
 
     def _load(self, name: str) -> _Ready:
         ready = super()._load(name)

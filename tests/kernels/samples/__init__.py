@@ -7,7 +7,7 @@ from pathlib import Path
 from kernels.build import build
 from kernels.libraries import default_root
 
-MODULES = (f"{__name__}.grouped", f"{__name__}.step9")
+MODULES = (f"{__name__}.grouped", f"{__name__}.step9", "kernels.hopper.pack")
 
 
 def built() -> Path:

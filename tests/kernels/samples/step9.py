@@ -1,4 +1,4 @@
-"""Eleven functions of Hopper's Step 9: one of each way to share a tile, and some of other types and layouts.
+"""Some functions of Hopper's Step 9: one of each way to share a tile, others of other types and layouts.
 
 A whole family takes minutes to compile.
 """
@@ -24,6 +24,9 @@ OTHERS = (
     "step9_128x256_2x1_fp16_fp32_tn",
     "step9_128x256_2x1_bf16_bf16_nt",
     "step9_128x256_fp16_fp16_nt",
+    "step9_64x64_fp16_plain_nn",
+    "step9_64x64_fp16_plain_nt",
+    "step9_64x64_fp16_plain_tn",
 )
 
 

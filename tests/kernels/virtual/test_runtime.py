@@ -15,14 +15,12 @@ from kernels.build import build  # noqa: E402
 from kernels.operands import Operands, as_packed  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem  # noqa: E402
 from kernels.verify import check  # noqa: E402
+from tests.kernels import samples  # noqa: E402
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
 
 
-CHIPS = {
-    "sm_90a": ("step9-64x64", ["step9_64x64_fp16", "pack_16bit"]),
-    "sm_100a": ("step9-256x256-plain", [f"step9_256x256_{each}_fp16_plain" for each in ("kn", "kk", "mn")]),
-}
+CHIPS = {"sm_90a": "step9-64x64", "sm_100a": "step9-256x256-plain"}
 
 
 @pytest.fixture(scope="module", params=CHIPS)
@@ -30,13 +28,15 @@ def chip(request: pytest.FixtureRequest) -> Any:
     """A virtual GPU with the smallest tiling that writes anything, and its packing kernel if there is one."""
     from kernels.virtual.runtime import VirtualRuntime
 
-    arch = request.param
-    name, libraries = CHIPS[arch]
-    for library in libraries:
-        build(arch, only=library)
-    own = [each for each in family.own(arch) if each.name == name]
+    arch, root = request.param, None
+    if arch == "sm_90a":
+        root = samples.built()
+    else:
+        for layout in ("kn", "kk", "mn"):
+            build(arch, only=f"step9_256x256_{layout}_fp16_plain")
+    own = [each for each in family.own(arch) if each.name == CHIPS[arch]]
     assert own
-    return VirtualRuntime(arch, variants=own, detect=True)
+    return VirtualRuntime(arch, root=root, variants=own, detect=True)
 
 
 @pytest.mark.parametrize("shape", [(130, 72, 136), (33, 21, 35), (1, 9, 70)])
