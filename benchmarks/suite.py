@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels.operands
-from benchmarks.record import RESULTS, add_places, gpu_machine, short_name, spread, write
+from benchmarks.record import RESULTS, add_places, gpu_machine, section, short_name, spread, write
 from kernels.device import Device, describe_cuda
 from kernels.hopper.variants import Step9, variants
 from kernels.operands import as_packed
@@ -529,16 +529,16 @@ def readme(text: str, results: Path) -> str:
     """kernels/README.md with the suite's tables made anew from the results."""
     files = [results / "h200" / f"suite{suffix}.json" for suffix in ("", "-bf16")]
     documents = [json.loads(file.read_text()) for file in files if file.is_file()]
-    section = ""
+    body = ""
     if documents:
-        section = f"{markdown(documents)}\n\n{_measured(documents[0], 'suite.json, suite-bf16.json')}"
-    text = _replaced(text, BEGIN, section)
+        body = f"{markdown(documents)}\n\n{_measured(documents[0], 'suite.json, suite-bf16.json')}"
+    text = section(text, BEGIN, body)
     rows = results / "h200" / "suite-rows.json"
-    section = ""
+    body = ""
     if rows.is_file():
         document = json.loads(rows.read_text())
-        section = f"{markdown([document])}\n\n{_measured(document, rows.name)}"
-    return _replaced(text, BEGIN_ROWS, section)
+        body = f"{markdown([document])}\n\n{_measured(document, rows.name)}"
+    return section(text, BEGIN_ROWS, body)
 
 
 def _measured(document: dict[str, Any], files: str) -> str:
@@ -548,13 +548,6 @@ def _measured(document: dict[str, Any], files: str) -> str:
         f"(benchmarks/results/h200/{files}); a reduction read "
         f"{machine['reduction_bytes_per_second'] / 1e12:.2f} TB/s in the same run.\n"
     )
-
-
-def _replaced(text: str, begin: str, section: str) -> str:
-    """The text with another section between this marker and the next end; as it is where it has no such marker."""
-    before, found, rest = text.partition(begin)
-    _, end, after = rest.partition("<!-- end -->")
-    return f"{before}{begin}{section}{end}{after}" if found else text
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -227,9 +227,8 @@ def _list(folder: _Folder, keys: Mapping[str, str]) -> list[_Task]:
     found = {module: entry["listed"] for module, entry in entries.items() if entry is not None}
     if missing := [module for module in keys if module not in found]:
         with tempfile.TemporaryDirectory(dir=folder.path, prefix="list-") as scratch:
-            out = (
-                Path(scratch) / "list.json"
-            )  # one subprocess for all: most of its time is the compiler's import
+            out = Path(scratch) / "list.json"
+            # One subprocess for all: most of its time goes into the compiler's import.
             _subprocess(folder.arch, Path(scratch), "list", str(out), *missing)
             listed: dict[str, dict[str, list[str]]] = json.loads(out.read_text())
 

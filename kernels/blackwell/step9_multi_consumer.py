@@ -226,9 +226,8 @@ class MultiConsumer(Writeback):
             swizzle=S128,
             l2_promotion=cuda.TensorMapL2Promotion.l2_256b,
         )
-        return replace(
-            made, box_dims=(64, 64 if mn_contiguous else 128, 1)
-        )  # which are fixed where it is compiled
+        # A map's type holds its box, and must be known where it is compiled; nothing reads it there.
+        return replace(made, box_dims=(64, BLK_K, 1))
 
     def piece_map(
         self, address: Int64, batch_stride: Int64, row_stride: Int64, m: Int32, n: Int32, layers: Int32

@@ -29,7 +29,7 @@ SWEEP: tuple[Shape, ...] = ((264, 520, 328), (392, 264, 456))  # of all function
 SMALL: Shape = (136, 264, 200)
 BATCHED: Shape = (72, 136, 136)
 TINY: Shape = (40, 72, 64)  # where each element costs hundreds of instructions
-QUICK = 4  # functions that a CI run has time for
+QUICK = 4  # functions of Step 9, where not all are asked for
 HALVES = (DType.FP16, DType.BF16)
 KINDS: tuple[Kind, ...] = tuple(
     (dtype, trans_a, trans_b, out)

@@ -113,8 +113,8 @@ EDITS = (
         (
             (
                 _STEP9,
-                "for rank in cutlass.range_constexpr(CTA_GROUP)",
-                "for rank in cutlass.range_constexpr(1)",
+                "for half in cutlass.range_constexpr(CTA_GROUP)",
+                "for half in cutlass.range_constexpr(1)",
             ),
         ),
     ),

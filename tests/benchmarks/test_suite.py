@@ -69,7 +69,8 @@ def test_readme_holds_what_the_results_say() -> None:
 
 
 def test_readme_without_results_has_no_figures(tmp_path: Path) -> None:
-    assert (
-        suite.readme(f"a\n{suite.BEGIN}| 1 |\n<!-- end -->\nb\n", tmp_path)
-        == f"a\n{suite.BEGIN}<!-- end -->\nb\n"
+    full, empty = (
+        f"a\n{suite.BEGIN}{row}<!-- end -->\nb\n{suite.BEGIN_ROWS}{row}<!-- end -->\nc\n"
+        for row in ("| 1 |\n", "")
     )
+    assert suite.readme(full, tmp_path) == empty
