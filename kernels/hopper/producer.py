@@ -3,22 +3,23 @@
 One thread runs `produce`. How operands lie in a stage stands here as well: the consumers multiply what this side
 has laid out. Operands carry the kernel's names: x runs along p and y along q of D (with `swap`, x is B).
 
-At the edge of an operand a tile is loaded in a box with fewer rows, for TMA takes longer to fill a row with zeros than
-to fetch one. The rows of the stage that are left as they were belong to rows or columns of D that nobody stores.
+At the edge of an operand a tile is loaded in a box with as many rows as there are, for TMA takes longer to fill a row
+with zeros than to fetch one. The rows of the stage that are left as they were belong to rows or columns of D that
+nobody stores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int16, Int32, Int64, cute
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu, llvm
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.experimental import cuda
 from cutlass.tensor_utils import LayoutEnum
 
 from kernels.hopper.epilogue import Terms
@@ -28,8 +29,13 @@ from kernels.hopper.tilings import TILE_K
 
 __all__ = ["SPAN", "Loads", "load_box", "major_of", "produce", "staged_layout"]
 
-BOXES = 8  # sizes of box, at most
+UNIT = 8  # rows of the widest swizzle, and from one height of box to the next
 SPAN = 64  # elements of a row of the widest swizzle, 128 bytes
+SWIZZLES = {
+    64: cuda.TensorMapSwizzle.s128b,
+    32: cuda.TensorMapSwizzle.s64b,
+    16: cuda.TensorMapSwizzle.s32b,
+}  # by elements of a row
 
 
 def major_of(k_major: bool) -> LayoutEnum:
@@ -72,27 +78,17 @@ def load_box(
     )
 
 
-@dsl_user_op
-def _map_address(atom: cute.CopyAtom, *, loc: Any = None, ip: Any = None) -> Int64:
-    """Where the tensor map of a load lies."""
-    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
-    ready = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
-    pointer = cute_nvgpu.get_tma_desc_addr(kind, ready, loc=loc, ip=ip)
-    return Int64(cute_nvgpu.cast_tma_desc_to_integer(T.i64(), pointer.value, loc=loc, ip=ip))
-
-
 @dataclass(frozen=True)
 class Loads:
     """TMA loads of an operand of which a tile has `tile_rows`, `sharing` blocks loading a slice each for all of them.
 
-    Where rows lie along K a slice is one box, smaller at an edge: of the sizes in `boxes`, each with an atom. Where
-    they lie across, a slice is as many boxes of `SPAN` rows as lie within the operand.
+    Where rows lie along K a slice is one box, of `whole` or at the edge of `edge`. Where they lie across, it is as many
+    boxes of `SPAN` rows as lie within the operand.
     """
 
     k_major: bool
     tile_rows: int
     sharing: int
-    atoms: tuple[Any, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -100,43 +96,44 @@ class Loads:
         return self.tile_rows // self.sharing
 
     @property
-    def boxes(self) -> tuple[int, ...]:
-        """Rows of each size of box, the largest first."""
-        return tuple(range(self.rows, 0, -self.unit)) if self.k_major else (self.unit,)
-
-    @property
     def unit(self) -> int:
-        """Rows from one size to the next, or of the only one."""
-        return -(-self.rows // (8 * BOXES)) * 8 if self.k_major else min(self.rows, SPAN)
+        """Rows that are loaded together, at the least."""
+        return UNIT if self.k_major else min(self.rows, SPAN)
 
     def within(self, extent: Int32, row: Int32) -> Int32:
         """Rows that are loaded of the slice at `row` of an operand of `extent` rows."""
-        missing = cutlass.max(row + self.rows - extent, 0) // self.unit * self.unit
-        loaded = self.rows - missing
-        return cutlass.select_(row < extent, loaded, Int32(0))
+        there = (extent - row + self.unit - 1) // self.unit * self.unit
+        return cutlass.max(0, cutlass.min(there, self.rows))
 
     def within_tile(self, extent: Int32, tile: Int32) -> Int32:
         """The same of a tile, by all blocks that share it."""
         row = tile * self.tile_rows
         return sum((self.within(extent, row + i * self.rows) for i in range(self.sharing)), Int32(0))
 
-    def of(self, tensor: cute.Tensor) -> tuple[tuple[Any, ...], cute.Tensor]:
-        """An atom for each size of box, and the operand's coordinates (rows, k, layer)."""
-        multicast = self.sharing > 1
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
-        made = []
-        for rows in self.boxes:
-            swizzled = _swizzled(self.k_major, rows, tensor.element_type)
-            box = cute.tile_to_shape(swizzled, (rows, TILE_K), order=(0, 1) if self.k_major else (1, 0))
-            made.append(cpasync.make_tiled_tma_atom(op, tensor, box, (rows, TILE_K)))
-        return tuple(atom for atom, _ in made), made[0][1]
+    def maps(self, tensor: cute.Tensor) -> tuple[cuda.TensorMap, cuda.TensorMap]:
+        """Tensor maps of an operand (rows, k, layer): of whole slices, and of what is left of one at the edge."""
+        if not self.k_major:
+            whole = self._map(tensor, self.unit)
+            return whole, whole
+        return self._map(tensor, self.rows), self._map(
+            tensor, self.within(tensor.shape[0] % self.rows, Int32(0))
+        )
 
-    def map_for(self, loaded: Int32) -> Int64:
-        """Address of the tensor map of the box with so many rows."""
-        found = _map_address(self.atoms[0])
-        for rows, atom in zip(self.boxes[1:], self.atoms[1:], strict=True):
-            found = cutlass.select_(loaded == rows, _map_address(atom), found)
-        return found
+    def _map(self, tensor: cute.Tensor, rows: Any) -> cuda.TensorMap:
+        inner, outer = (1, 0) if self.k_major else (0, 1)
+        span = TILE_K if self.k_major else self.unit
+        made = cuda.create_tensor_map_tiled(
+            global_address=tensor.iterator.toint(),
+            dtype=tensor.element_type,
+            global_dims=[tensor.shape[inner], tensor.shape[outer], tensor.shape[2]],
+            global_strides=[tensor.stride[outer] // 8, tensor.stride[2] // 8],
+            box_dims=[span, rows if self.k_major else TILE_K, 1],
+            swizzle=SWIZZLES[span],
+            l2_promotion=cuda.TensorMapL2Promotion.l2_256b,
+        )
+        return replace(
+            made, box_dims=(span, TILE_K, 1)
+        )  # the compiler wants constants, and uses them for nothing
 
 
 @dataclass(frozen=True)
@@ -160,6 +157,8 @@ def produce(
     t: cutlass.Constexpr,
     x: cutlass.Constexpr,
     y: cutlass.Constexpr,
+    x_maps: cutlass.Constexpr,
+    y_maps: cutlass.Constexpr,
     x_ring: Int32,
     y_ring: Int32,
     x_layers: Int32,
@@ -189,8 +188,8 @@ def produce(
     while work < tiles.total:
         tile_p, tile_q, layer = tiles.at(work)
         x_tile, y_tile = tile_p * t.cluster_p + rank_p, tile_q * t.cluster_q + rank_q
-        x_slice = _slice(x, x_ring, x_mask, x_tile, rank_q, cutlass.min(layer, x_layers - 1), terms.p)
-        y_slice = _slice(y, y_ring, y_mask, y_tile, rank_p, cutlass.min(layer, y_layers - 1), terms.q)
+        x_slice = _slice(x, x_maps, x_ring, x_mask, x_tile, rank_q, cutlass.min(layer, x_layers - 1), terms.p)
+        y_slice = _slice(y, y_maps, y_ring, y_mask, y_tile, rank_p, cutlass.min(layer, y_layers - 1), terms.q)
         arriving = (x.within_tile(terms.p, x_tile) + y.within_tile(terms.q, y_tile)) * (TILE_K * 2)
         for k in cutlass.range(k_tiles, unroll=1):
             mark(clock, terms, work, k_tiles, 0, Mark.LOAD_WAITS, k)
@@ -207,12 +206,20 @@ def produce(
 
 
 def _slice(
-    loads: Loads, ring: Int32, mask: Any, tile: Int32, rank: Int32, layer: Int32, extent: Int32
+    loads: Loads,
+    maps: tuple[Any, Any],
+    ring: Int32,
+    mask: Any,
+    tile: Int32,
+    rank: Int32,
+    layer: Int32,
+    extent: Int32,
 ) -> _Slice:
     row = (tile * loads.sharing + rank) * loads.rows
     loaded = loads.within(extent, row)
     place = ring + rank * (loads.rows * TILE_K * 2)
-    return _Slice(loads, loads.map_for(loaded), place, mask, row, loaded, layer)
+    whole, edge = (each.get_ptr().toint() for each in maps)
+    return _Slice(loads, cutlass.select_(loaded == loads.rows, whole, edge), place, mask, row, loaded, layer)
 
 
 @cute.jit

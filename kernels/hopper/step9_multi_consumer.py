@@ -25,13 +25,15 @@ min_blocks_per_mp keeps setmaxnreg in the machine code: without it ptxas drops i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.experimental import cuda
+from cutlass.experimental import primitives as prims
 
 from kernels.hopper.consumer import consume, mma_of, reduce
 from kernels.hopper.epilogue import BOX_ROWS, TILE_BYTES, Terms
@@ -105,7 +107,7 @@ class Gemm:
         x_smem = staged_layout(x_k_major, t.p, self.dtype, t.stages)
         y_smem = staged_layout(y_k_major, t.q, self.dtype, t.stages)
         x_loads, y_loads = self._loads()
-        (x_atoms, gx), (y_atoms, gy) = x_loads.of(x), y_loads.of(y)
+        (x_map, x_edge), (y_map, y_edge) = x_loads.maps(x), y_loads.maps(y)
 
         tma_d, gd, d_smem = None, None, None
         if cutlass.const_expr(self.out is not None):
@@ -136,10 +138,13 @@ class Gemm:
         if cutlass.const_expr(t.split == 1):
             clusters = cutlass.min(clusters, cutlass.max(ctas // t.cluster, 1))
         self.kernel(
-            x_atoms,
-            gx,
-            y_atoms,
-            gy,
+            x_map,
+            x_edge,
+            y_map,
+            y_edge,
+            x.shape[1],
+            x.shape[2],
+            y.shape[2],
             tma_d,
             gd,
             x_smem,
@@ -162,10 +167,13 @@ class Gemm:
     @cute.kernel
     def kernel(
         self,
-        x_atoms: Any,
-        gx: cute.Tensor,
-        y_atoms: Any,
-        gy: cute.Tensor,
+        x_map: cutlass.GridConstant[cuda.TensorMap],
+        x_edge: cutlass.GridConstant[cuda.TensorMap],
+        y_map: cutlass.GridConstant[cuda.TensorMap],
+        y_edge: cutlass.GridConstant[cuda.TensorMap],
+        k: Int32,
+        x_layers: Int32,
+        y_layers: Int32,
         tma_d: Any,
         gd: Any,
         x_smem: cute.ComposedLayout,
@@ -199,11 +207,10 @@ class Gemm:
         rank_p, rank_q = rank % t.sharing % t.cluster_p, rank % t.sharing // t.cluster_p
 
         x_loads, y_loads = self._loads()
-        x_loads, y_loads = replace(x_loads, atoms=x_atoms), replace(y_loads, atoms=y_atoms)
 
         if warp == 0:
-            cpasync.prefetch_descriptor(x_atoms[0])
-            cpasync.prefetch_descriptor(y_atoms[0])
+            for each in (x_map, y_map):
+                prims.prefetch_tensormap(each.get_ptr())
             if cutlass.const_expr(self.out is not None):
                 cpasync.prefetch_descriptor(tma_d)
 
@@ -239,7 +246,7 @@ class Gemm:
         if cutlass.const_expr(t.half_sm):
             cute.arch.griddepcontrol_launch_dependents()  # there is room for them beside this block
 
-        k_tiles = cute.ceil_div(cute.size(gx, mode=[1]), TILE_K)
+        k_tiles = cute.ceil_div(k, TILE_K)
         if alpha == 0.0:
             k_tiles = Int32(0)
         k_first = Int32(0)
@@ -257,10 +264,12 @@ class Gemm:
                         t,
                         x_loads,
                         y_loads,
+                        (x_map, x_edge),
+                        (y_map, y_edge),
                         ring,
                         sy.iterator.toint().to(Int32),
-                        cute.size(gx, mode=[2]),
-                        cute.size(gy, mode=[2]),
+                        x_layers,
+                        y_layers,
                         full,
                         empty,
                         tiles,
