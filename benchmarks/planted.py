@@ -154,7 +154,7 @@ class Driver(Host):
         self, out: int, kind: int, rank: int, address: int, dims: Any, strides: Any, box: Any, steps: Any,
         interleave: int, swizzle: int,
     ) -> int:  # fmt: skip
-        promotion, fill = 3, 0  # 256 bytes of L2; zeros outside
+        promotion, fill = 2, 0  # 128 bytes of L2; zeros outside
         return int(
             self.cuda.cuTensorMapEncodeTiled(
                 ctypes.c_void_p(out), kind, rank, ctypes.c_void_p(address), dims, strides, box, steps,

@@ -178,7 +178,7 @@ def tensor_map(matrix: cute.Tensor, rows: int, columns: int) -> cuda.TensorMap:
         global_strides=[matrix.stride[0] * itemsize // 16],
         box_dims=[columns, rows],
         swizzle=cuda.TensorMapSwizzle.s128b,
-        l2_promotion=cuda.TensorMapL2Promotion.l2_256b,
+        l2_promotion=cuda.TensorMapL2Promotion.l2_128b,
     )
 
 

@@ -22,13 +22,14 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.experimental import cuda
 from cutlass.tensor_utils import LayoutEnum
 
-from kernels.hopper.epilogue import Terms
+from kernels.hopper.epilogue import EVICT_FIRST, Terms
 from kernels.hopper.marks import Mark, mark
 from kernels.hopper.pipeline import FastTiles, PipelineState, wait_empty
 from kernels.hopper.tilings import TILE_K
 
-__all__ = ["SPAN", "Loads", "load_box", "major_of", "produce", "staged_layout"]
+__all__ = ["SPAN", "Loads", "Operand", "load_box", "major_of", "produce", "staged_layout"]
 
+EVICT_NORMAL = 0x1000_0000_0000_0000  # L2 policy: what applies where none is named
 UNIT = 8  # rows of the widest swizzle, and from one height of box to the next
 SPAN = 64  # elements of a row of the widest swizzle, 128 bytes
 SWIZZLES = {
@@ -57,14 +58,22 @@ def _swizzled(k_major: bool, rows: int, dtype: Any) -> cute.ComposedLayout:
 @dsl_user_op
 def load_box(
     target: Int32, tensor_map: Int64, place: tuple[Int32, Int32, Int32], barrier: Int32, mask: Any = None,
-    *, loc: Any = None, ip: Any = None,
+    policy: Any = None, *, loc: Any = None, ip: Any = None,
 ) -> None:  # fmt: skip
-    """Start one TMA load of a box; its bytes count at the barrier. `mask`: of every block that it names."""
+    """Start one TMA load of a box; its bytes count at the barrier. `mask`: of every block that it names.
+
+    `policy`: what L2 makes of the lines that are read.
+    """
     operands = [target, tensor_map, *place, barrier]
     to, last, letters = "", "", "r,l,r,r,r,r"
     if mask is not None:
+        last, letters = f", ${len(operands)}", f"{letters},h"
+        to = ".multicast::cluster"
         operands.append(mask)
-        to, last, letters = ".multicast::cluster", ", $6", f"{letters},h"
+    if policy is not None:
+        last, letters = f"{last}, ${len(operands)}", f"{letters},l"
+        to = f"{to}.L2::cache_hint"
+        operands.append(policy)
     llvm.inline_asm(
         None,
         [value.ir_value(loc=loc, ip=ip) for value in operands],
@@ -82,8 +91,8 @@ def load_box(
 class Loads:
     """TMA loads of an operand of which a tile has `tile_rows`, `sharing` blocks loading a slice each for all of them.
 
-    Where rows lie along K a slice is one box, of `whole` or at the edge of `edge`. Where they lie across, it is as many
-    boxes of `SPAN` rows as lie within the operand.
+    Where rows lie along K a slice is one box, at the edge of an operand one of fewer rows. Where they lie across, it is
+    as many boxes of `SPAN` rows as lie within the operand.
     """
 
     k_major: bool
@@ -115,9 +124,8 @@ class Loads:
         if not self.k_major:
             whole = self._map(tensor, self.unit)
             return whole, whole
-        return self._map(tensor, self.rows), self._map(
-            tensor, self.within(tensor.shape[0] % self.rows, Int32(0))
-        )
+        left = self.within(tensor.shape[0] % self.rows, Int32(0))
+        return self._map(tensor, self.rows), self._map(tensor, cutlass.max(left, UNIT))
 
     def _map(self, tensor: cute.Tensor, rows: Any) -> cuda.TensorMap:
         inner, outer = (1, 0) if self.k_major else (0, 1)
@@ -129,27 +137,55 @@ class Loads:
             global_strides=[tensor.stride[outer] // 8, tensor.stride[2] // 8],
             box_dims=[span, rows if self.k_major else TILE_K, 1],
             swizzle=SWIZZLES[span],
-            l2_promotion=cuda.TensorMapL2Promotion.l2_256b,
+            l2_promotion=cuda.TensorMapL2Promotion.l2_128b,
         )
-        return replace(
-            made, box_dims=(span, TILE_K, 1)
-        )  # the compiler wants constants, and uses them for nothing
+        # To the kernel's compiler the box is a constant, which it uses for nothing.
+        return replace(made, box_dims=(span, TILE_K, 1))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a block reads tiles of: its maps, whole and edge, its place in stage 0, its rows and layers."""
+
+    loads: Loads
+    maps: tuple[Any, Any]
+    ring: Int32
+    extent: Int32
+    layers: Int32
+
+    def policy(self, tiles: FastTiles) -> Any:
+        """Of L2: what only one tile reads may leave first. (Where blocks share it that gained nothing, measured.)"""
+        if self.loads.sharing > 1:
+            return None
+        once = tiles.total == cute.ceil_div(self.extent, self.loads.tile_rows) * self.layers
+        return cutlass.select_(once, Int64(EVICT_FIRST), Int64(EVICT_NORMAL))
+
+    def slice(self, tile: Int32, rank: Int32, layer: Int32, mask: Any, policy: Any) -> _Slice:
+        """What block `rank` of those that share `tile` loads of it; an operand of one layer has it in all."""
+        loads = self.loads
+        row = (tile * loads.sharing + rank) * loads.rows
+        loaded = loads.within(self.extent, row)
+        whole, edge = (each.get_ptr().toint() for each in self.maps)
+        chosen = cutlass.select_(loaded == loads.rows, whole, edge)
+        place = self.ring + rank * (loads.rows * TILE_K * 2)
+        return _Slice(loads, chosen, place, row, loaded, cutlass.min(layer, self.layers - 1), mask, policy)
 
 
 @dataclass(frozen=True)
 class _Slice:
     """What a block loads of an operand: `loaded` rows from `row` on, of a layer.
 
-    `ring`: where it lies in stage 0; `map`: address of its tensor map; `mask`: the blocks that share it.
+    `map`: address of its tensor map; `ring`: where it lies in stage 0; `mask`: the blocks that share it.
     """
 
     loads: Loads
     map: Int64
     ring: Int32
-    mask: Any
     row: Int32
     loaded: Int32
     layer: Int32
+    mask: Any
+    policy: Any
 
 
 @cute.jit
@@ -157,12 +193,6 @@ def produce(
     t: cutlass.Constexpr,
     x: cutlass.Constexpr,
     y: cutlass.Constexpr,
-    x_maps: cutlass.Constexpr,
-    y_maps: cutlass.Constexpr,
-    x_ring: Int32,
-    y_ring: Int32,
-    x_layers: Int32,
-    y_layers: Int32,
     full: cute.Pointer,
     empty: cute.Pointer,
     tiles: FastTiles,
@@ -183,19 +213,20 @@ def produce(
         x_mask = Int16(sum(1 << i * t.cluster_p for i in range(t.cluster_q)) << (part * t.sharing + rank_p))
     if cutlass.const_expr(t.cluster_p > 1):  # blocks of the same q: cluster_p consecutive ranks
         y_mask = Int16(((1 << t.cluster_p) - 1) << (part * t.sharing + rank_q * t.cluster_p))
+    x_policy, y_policy = x.policy(tiles), y.policy(tiles)
     state = PipelineState.producer(t.stages)
     work = first
     while work < tiles.total:
         tile_p, tile_q, layer = tiles.at(work)
         x_tile, y_tile = tile_p * t.cluster_p + rank_p, tile_q * t.cluster_q + rank_q
-        x_slice = _slice(x, x_maps, x_ring, x_mask, x_tile, rank_q, cutlass.min(layer, x_layers - 1), terms.p)
-        y_slice = _slice(y, y_maps, y_ring, y_mask, y_tile, rank_p, cutlass.min(layer, y_layers - 1), terms.q)
-        arriving = (x.within_tile(terms.p, x_tile) + y.within_tile(terms.q, y_tile)) * (TILE_K * 2)
+        x_slice = x.slice(x_tile, rank_q, layer, x_mask, x_policy)
+        y_slice = y.slice(y_tile, rank_p, layer, y_mask, y_policy)
+        rows = x.loads.within_tile(terms.p, x_tile) + y.loads.within_tile(terms.q, y_tile)
         for k in cutlass.range(k_tiles, unroll=1):
             mark(clock, terms, work, k_tiles, 0, Mark.LOAD_WAITS, k)
             wait_empty(empty + state.stage, state.phase, t.sharing > 1)
             mark(clock, terms, work, k_tiles, 0, Mark.LOAD_MAY, k)
-            cute.arch.mbarrier_arrive_and_expect_tx(full + state.stage, arriving)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + state.stage, rows * (TILE_K * 2))
             barrier = full.toint().to(Int32) + state.stage * 8
             _load(x_slice, (k_first + k) * TILE_K, state.stage, barrier)
             _load(y_slice, (k_first + k) * TILE_K, state.stage, barrier)
@@ -205,23 +236,6 @@ def produce(
     cute.arch.griddepcontrol_launch_dependents()
 
 
-def _slice(
-    loads: Loads,
-    maps: tuple[Any, Any],
-    ring: Int32,
-    mask: Any,
-    tile: Int32,
-    rank: Int32,
-    layer: Int32,
-    extent: Int32,
-) -> _Slice:
-    row = (tile * loads.sharing + rank) * loads.rows
-    loaded = loads.within(extent, row)
-    place = ring + rank * (loads.rows * TILE_K * 2)
-    whole, edge = (each.get_ptr().toint() for each in maps)
-    return _Slice(loads, cutlass.select_(loaded == loads.rows, whole, edge), place, mask, row, loaded, layer)
-
-
 @cute.jit
 def _load(of: cutlass.Constexpr, k: Int32, stage: Int32, barrier: Int32) -> None:
     """Ask for what a block loads of an operand, where there is any of it."""
@@ -229,9 +243,9 @@ def _load(of: cutlass.Constexpr, k: Int32, stage: Int32, barrier: Int32) -> None
     target = of.ring + stage * (loads.tile_rows * TILE_K * 2)
     if cutlass.const_expr(loads.k_major):
         if of.loaded > 0:
-            load_box(target, of.map, (k, of.row, of.layer), barrier, of.mask)
+            load_box(target, of.map, (k, of.row, of.layer), barrier, of.mask, of.policy)
     else:
         for first in cutlass.range_constexpr(0, loads.rows, loads.unit):
             if first < of.loaded:
                 place = (of.row + first, k, of.layer)
-                load_box(target + first * (TILE_K * 2), of.map, place, barrier, of.mask)
+                load_box(target + first * (TILE_K * 2), of.map, place, barrier, of.mask, of.policy)

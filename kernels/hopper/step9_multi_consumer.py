@@ -39,7 +39,7 @@ from kernels.hopper.consumer import consume, mma_of, reduce
 from kernels.hopper.epilogue import BOX_ROWS, TILE_BYTES, Terms
 from kernels.hopper.marks import SILENT
 from kernels.hopper.pipeline import FastTiles, init_inbox, init_ring
-from kernels.hopper.producer import Loads, produce, staged_layout
+from kernels.hopper.producer import Loads, Operand, produce, staged_layout
 from kernels.hopper.tilings import FAMILY, STAGING_BYTES, TILE_K, Member, Tiling
 from kernels.problem import DType
 from kernels.targets import Function
@@ -262,14 +262,8 @@ class Gemm:
                 with cute.arch.elect_one():
                     produce(
                         t,
-                        x_loads,
-                        y_loads,
-                        (x_map, x_edge),
-                        (y_map, y_edge),
-                        ring,
-                        sy.iterator.toint().to(Int32),
-                        x_layers,
-                        y_layers,
+                        Operand(x_loads, (x_map, x_edge), ring, terms.p, x_layers),
+                        Operand(y_loads, (y_map, y_edge), sy.iterator.toint().to(Int32), terms.q, y_layers),
                         full,
                         empty,
                         tiles,

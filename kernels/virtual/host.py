@@ -113,15 +113,20 @@ class Host:
         if any(steps[i] != 1 for i in range(rank)):
             return 1
         kind = tensormap.DRIVER_KINDS.get(kind, kind)
-        data = tensormap.encode(
-            address or 0, kind, dims[:rank], strides[: rank - 1], box[:rank], swizzle, interleave
-        )
+        try:
+            data = tensormap.encode(
+                address or 0, kind, dims[:rank], strides[: rank - 1], box[:rank], swizzle, interleave
+            )
+        except ValueError as error:  # told when the kernel is launched: the host code would end the process
+            if self.context:
+                self.context.error = ValueError(f"cuTensorMapEncodeTiled refuses {error}")
+            return 0
         ctypes.memmove(out, data, 128)
         return 0
 
     def _launch(self, how: Any, kernel: int, arguments: Any) -> int:
         context = self.context
-        if context is None:
+        if context is None or context.error:
             return _FAILED
         try:
             self._run(context, how.contents, self.names[kernel - 1], arguments)

@@ -106,6 +106,32 @@ def replaced(data: bytes, field: str, ordinal: int, value: int) -> bytes:
     return bytes(out)
 
 
+def _check(
+    address: int,
+    kind: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    mode: int,
+    interleave: int,
+) -> None:
+    """The limits of cuTensorMapEncodeTiled (CUDA driver API, tensor map object management)."""
+    if address % (32 if interleave else 16):
+        raise ValueError(f"the tensor begins at {address:#x}, which is no multiple of 16 bytes")
+    if any(not 1 <= dim <= 1 << 32 for dim in dims):
+        raise ValueError(f"dimensions of {tuple(dims)}, each takes 1 to 2**32")
+    if any(stride % 16 or stride >= 1 << 40 for stride in strides):
+        raise ValueError(f"strides of {tuple(strides)} bytes, each takes a multiple of 16 below 2**40")
+    if any(not 1 <= rows <= 256 for rows in box):
+        raise ValueError(f"a box of {tuple(box)}, each side takes 1 to 256")
+    item, per_item = ITEMS[kind]
+    inner = box[0] // per_item * item
+    if not interleave and (inner % 16 or (SPANS[mode] and inner > SPANS[mode])):
+        raise ValueError(
+            f"{inner} bytes of a box lie side by side, the swizzle takes up to {SPANS[mode] or 'any'}, by 16"
+        )
+
+
 def encode(
     address: int,
     kind: int,
@@ -115,7 +141,8 @@ def encode(
     mode: int,
     interleave: int,
 ) -> bytes:
-    """Write the fields (strides in bytes, of dimension 1 and up)."""
+    """Write the fields (strides in bytes, of dimension 1 and up). Raises ValueError for what the driver refuses."""
+    _check(address, kind, dims, strides, box, mode, interleave)
     out = bytearray(128)
     struct.pack_into("<Q", out, 0, address)
     word = (len(dims) - 1) << 4 | kind << 7 | interleave << 11 | mode << 13

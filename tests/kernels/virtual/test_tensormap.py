@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kernels.virtual.tensormap import DRIVER_KINDS, FLOAT_KINDS, decode, encode, replaced
@@ -12,9 +14,9 @@ from kernels.virtual.tensormap import DRIVER_KINDS, FLOAT_KINDS, decode, encode,
     [(6, 2, "f16"), (10, 2, "bf16"), (7, 4, "f32"), (9, 8, "f64"), (DRIVER_KINDS[9], 2, "bf16")],
 )
 def test_a_map_is_read_as_it_was_written(kind: int, item: int, name: str) -> None:
-    found = decode(encode(1 << 20, kind, (256, 512, 3), (512, 512 * 512), (64, 128, 1), 3, 0))
+    found = decode(encode(1 << 20, kind, (256, 512, 3), (512, 512 * 512), (128 // item, 128, 1), 3, 0))
     assert (found.address, found.item, FLOAT_KINDS[found.kind]) == (1 << 20, item, name)
-    assert (found.dims, found.strides, found.box) == ((256, 512, 3), (512, 512 * 512), (64, 128, 1))
+    assert (found.dims, found.strides, found.box) == ((256, 512, 3), (512, 512 * 512), (128 // item, 128, 1))
     assert found.span == 128
 
 
@@ -43,3 +45,28 @@ def test_fields_are_replaced() -> None:
 def test_what_a_field_cannot_hold_is_refused(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=field):
         replaced(encode(1 << 20, 6, (256, 512), (512,), (64, 128), 3, 0), field, 0, value)
+
+
+GOOD: dict[str, Any] = {
+    "address": 1 << 20, "kind": 6, "dims": (256, 512), "strides": (512,), "box": (64, 128), "mode": 3, "interleave": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"box": (64, 0)}, "box"),
+        ({"box": (64, 257)}, "box"),
+        ({"box": (65, 128)}, "side by side"),
+        ({"box": (68, 128), "mode": 0}, "side by side"),
+        ({"box": (128, 128)}, "side by side"),
+        ({"dims": (256, 0)}, "dimensions"),
+        ({"strides": (520,)}, "strides"),
+        ({"strides": (1 << 40,)}, "strides"),
+        ({"address": (1 << 20) + 8}, "multiple of 16"),
+    ],
+)
+def test_what_the_driver_refuses_is_refused(change: dict[str, Any], said: str) -> None:
+    encode(**GOOD)
+    with pytest.raises(ValueError, match=said):
+        encode(**(GOOD | change))
