@@ -27,7 +27,7 @@ from kernels.hopper.marks import Mark, mark
 from kernels.hopper.pipeline import FastTiles, PipelineState, wait_empty
 from kernels.hopper.tilings import TILE_K
 
-__all__ = ["SPAN", "Loads", "Operand", "load_box", "major_of", "produce", "staged_layout"]
+__all__ = ["EVICT_NORMAL", "SPAN", "Loads", "Operand", "load_box", "major_of", "produce", "staged_layout"]
 
 EVICT_NORMAL = 0x1000_0000_0000_0000  # L2 policy: what applies where none is named
 UNIT = 8  # rows of the widest swizzle, and from one height of box to the next
@@ -153,11 +153,14 @@ class Operand:
     extent: Int32
     layers: Int32
 
-    def policy(self, tiles: FastTiles) -> Any:
-        """Of L2: what only one tile reads may leave first. (Where blocks share it that gained nothing, measured.)"""
+    def policy(self, tiles: FastTiles, rows: int) -> Any:
+        """Of L2: what one tile alone reads may leave first. `rows`: of a tile of the whole cluster.
+
+        None is named where blocks share the operand: on an H200 it gained nothing there.
+        """
         if self.loads.sharing > 1:
             return None
-        once = tiles.total == cute.ceil_div(self.extent, self.loads.tile_rows) * self.layers
+        once = tiles.total == cute.ceil_div(self.extent, rows) * self.layers
         return cutlass.select_(once, Int64(EVICT_FIRST), Int64(EVICT_NORMAL))
 
     def slice(self, tile: Int32, rank: Int32, layer: Int32, mask: Any, policy: Any) -> _Slice:
@@ -213,7 +216,7 @@ def produce(
         x_mask = Int16(sum(1 << i * t.cluster_p for i in range(t.cluster_q)) << (part * t.sharing + rank_p))
     if cutlass.const_expr(t.cluster_p > 1):  # blocks of the same q: cluster_p consecutive ranks
         y_mask = Int16(((1 << t.cluster_p) - 1) << (part * t.sharing + rank_q * t.cluster_p))
-    x_policy, y_policy = x.policy(tiles), y.policy(tiles)
+    x_policy, y_policy = x.policy(tiles, t.p * t.cluster_p), y.policy(tiles, t.q * t.cluster_q)
     state = PipelineState.producer(t.stages)
     work = first
     while work < tiles.total:

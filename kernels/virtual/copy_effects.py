@@ -58,10 +58,11 @@ def _tensor(e: Emit, i: Instr) -> None:
     if "mbarrier" in parts:  # global to shared
         extra = list(i.args[3:])
         mask = e.u(extra.pop(0), 16) if "multicast" in parts else "None"
+        policy = e.u(extra.pop(0), 64) if "cache_hint" in parts else "0"
         pair = 2 if "cta_group::2" in i.op else 0
         e.line(
             f"w.tma_load({address(e, first)}, {address(e, second, 64)}, {_coordinates(e, second)}, "
-            f"{address(e, i.args[2])}, {mask}, {pair}, {'shared::cluster' in i.op})"
+            f"{address(e, i.args[2])}, {mask}, {pair}, {'shared::cluster' in i.op}, {policy})"
         )
     elif "bulk_group" in parts:
         op = next((p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), None)

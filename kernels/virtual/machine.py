@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +73,7 @@ class Machine:
         self.exits: list[Warp] = []
         self.progress = 0
         self.retired = 0
+        self.loaded: Counter[int] = Counter()
         self.names: dict[str, int] = {}
         self.running: Warp | None = None
         self.used_lines: set[int] = set()  # initializations of barriers that were used, and that weren't
@@ -124,6 +125,7 @@ class Machine:
             list(self.lints.values()),
             self.retired,
             time.perf_counter() - begin,
+            self.loaded,
         )
 
     def _start_clusters(self) -> None:

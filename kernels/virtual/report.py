@@ -41,7 +41,9 @@ class Run:
     lints: list[Finding] = field(default_factory=list)
     instructions: int = 0
     seconds: float = 0.0
-    mnemonics: Counter[str] = field(default_factory=Counter)
+    loaded: Counter[int] = field(
+        default_factory=Counter
+    )  # bytes of tensors, by policy of L2 (0: none is named)
 
 
 @dataclass(slots=True)

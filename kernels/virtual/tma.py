@@ -131,6 +131,7 @@ class TmaMixin(IssueMixin):
         mask: int | None,
         pair: int,
         cluster: bool,
+        policy: int,
     ) -> None:
         """cp.async.bulk.tensor, global to shared."""
         dst, bar = self._one(dst), self._one(bar)
@@ -139,6 +140,7 @@ class TmaMixin(IssueMixin):
         if dst % 128:
             raise self.fault("alignment", f"TMA destination {dst:#x} is no multiple of 128")
         targets = self._targets(dst, bar, mask, pair, found.shared_bytes)
+        self.machine.loaded[policy] += found.box_bytes
         issue = self.issue("TMA load")
         self._note_map(address, issue)
         group = self

@@ -11,9 +11,13 @@ import pytest
 pytest.importorskip("cutlass")
 
 from kernels import selftest
+from kernels.hopper.epilogue import EVICT_FIRST
+from kernels.hopper.producer import EVICT_NORMAL
 from kernels.hopper.variants import Step9, candidates, variants
+from kernels.operands import Operands
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
 from kernels.verify import check
+from kernels.virtual.report import Run
 from tests.kernels import samples
 from tests.kernels.samples.step9 import NAMES, OTHERS
 
@@ -21,7 +25,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 SHARED, PINGPONG = NAMES[:2]
 FEW_ROWS = "step9_128x80_1x2_swap_fp16_plain_nn"
-WIDE, BF16, ALONE = OTHERS[:3]
+WIDE, BF16, ALONE, SMALL = OTHERS[:4]
 TAIL = Epilogue(alpha=-0.5, beta=2.0, c=True, bias=BiasDim.N)
 # Whole tiles; edges in all three dimensions, more tiles than blocks, K past the ring.
 WHOLE, RAGGED = Problem(256, 512, 256), Problem(264, 264, 328)
@@ -57,14 +61,8 @@ def test_it_is_right_and_free_of_races(root: Path, name: str, long: bool) -> Non
 
 @pytest.mark.parametrize(("name", "problem"), SCHEDULED, ids=lambda x: getattr(x, "m", x))
 def test_it_is_right_under_every_schedule(root: Path, name: str, problem: Problem) -> None:
-    from kernels.virtual.subject import Case, Subject
-
-    variant = _variant(name)
-    assert variant.function(problem) == name
-    outcome = Subject("sm_90a", root).verify(Case(9, name, problem, variant))
-    assert outcome.ok, outcome.text()
-    assert [run.schedule for run in outcome.report.runs] == ["late", "early", "random 1"]
-    assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
+    runs = _verified(root, name, problem)
+    assert [run.schedule for run in runs] == ["late", "early", "random 1"]
 
 
 @pytest.mark.parametrize("rows", [1, 23, 40, 57, 81, 112, 126, 145])
@@ -85,6 +83,40 @@ def test_an_edge_is_right_wherever_it_lies(root: Path, name: str, rows: int) -> 
     assert verdict.ok, verdict.detail
 
 
+@pytest.mark.parametrize(
+    ("problem", "first"),
+    [
+        (Problem(40, 192, 256), 192 * 256),  # one tile along M: B is read once
+        (Problem(192, 40, 256), 192 * 256),  # one along N: A
+        (Problem(64, 64, 256), 2 * 64 * 256),
+        (Problem(192, 192, 256), 0),
+        (Problem(40, 192, 256, 2), 2 * 192 * 256),
+        (Problem(40, 192, 256, 2, b_broadcast=True), 0),
+    ],
+    ids=["B", "A", "both", "none", "B of each layer", "B of all layers"],
+)
+def test_what_one_tile_alone_reads_may_leave_l2_first(root: Path, problem: Problem, first: int) -> None:
+    torch = pytest.importorskip("torch")
+    variant, layers = _variant(SMALL), problem.batch
+    problem = replace(problem, out_dtype=DType.FP32)
+    assert variant.function(problem) == SMALL
+    torch.manual_seed(5)
+    a = torch.randn(layers, problem.m, problem.k).half()
+    b = torch.randn(1 if problem.b_broadcast else layers, problem.k, problem.n).half()
+    d = torch.full((layers, problem.m, problem.n), torch.nan)
+    chip = _chip(root, variant, detect=True)
+    chip.launch(variant, problem, Operands(a=a, b=b, d=d))
+    torch.testing.assert_close(d, a.float() @ b.float(), rtol=1e-3, atol=1e-2)
+    (run,) = chip.reports[-1].runs
+    assert set(run.loaded) <= {EVICT_FIRST, EVICT_NORMAL}
+    assert run.loaded[EVICT_FIRST] == first * 2
+
+
+def test_what_blocks_share_names_no_policy(root: Path) -> None:
+    for run in _verified(root, SHARED, Problem(256, 256, 64)):
+        assert run.loaded == {0: 256 * 64 * 2, EVICT_FIRST: 256 * 64 * 2}  # B, and A of one tile along N
+
+
 @pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("bias", [BiasDim.M, BiasDim.N])
 def test_tilings_of_one_order_along_k_have_equal_bits(
@@ -103,6 +135,18 @@ def test_tilings_of_one_order_along_k_have_equal_bits(
         found[name] = selftest.launch(chip, variant, problem, a, b, c, along).tobytes()
     assert len(found) >= 3
     assert len(set(found.values())) == 1
+
+
+def _verified(root: Path, name: str, problem: Problem) -> list[Run]:
+    """Its launches, right under every schedule."""
+    from kernels.virtual.subject import Case, Subject
+
+    variant = _variant(name)
+    assert variant.function(problem) == name
+    outcome = Subject("sm_90a", root).verify(Case(9, name, problem, variant))
+    assert outcome.ok, outcome.text()
+    assert not outcome.report.lints, "\n".join(map(str, outcome.report.lints))
+    return outcome.report.runs
 
 
 def _variant(name: str) -> Step9:
