@@ -340,8 +340,8 @@ def build(
     """Have every library of `arch` that matches `only` built; returns them all, compiled now or cached.
 
     `only` is a pattern over module, library and function names. `gated`: hold the machine code against gates.py.
-    `report(built, done, total)` is called as
-    each is there. Raises BuildError for those that failed, after the others are done.
+    `report(built, done, total)` is called as each is there. Raises BuildError for those that failed, after the others
+    are done.
     """
     root = root or default_root()
     folder = _Folder(root, arch, compiler_version())

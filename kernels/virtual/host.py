@@ -119,7 +119,7 @@ class Host:
             )
         except ValueError as error:  # told when the kernel is launched: the host code would end the process
             if self.context:
-                self.context.error = ValueError(f"cuTensorMapEncodeTiled refuses {error}")
+                self.context.error = ValueError(f"cuTensorMapEncodeTiled refuses this: {error}")
             return 0
         ctypes.memmove(out, data, 128)
         return 0

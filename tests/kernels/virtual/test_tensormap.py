@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 
+from kernels.virtual.host import host, run
 from kernels.virtual.tensormap import DRIVER_KINDS, FLOAT_KINDS, decode, encode, replaced
 
 
@@ -70,3 +72,16 @@ def test_what_the_driver_refuses_is_refused(change: dict[str, Any], said: str) -
     encode(**GOOD)
     with pytest.raises(ValueError, match=said):
         encode(**(GOOD | change))
+
+
+def test_a_launch_is_told_what_the_driver_refused() -> None:
+    def call() -> None:
+        two, one = ctypes.c_uint32 * 2, ctypes.c_uint64 * 1
+        refused = host().library._cuTensorMapEncodeTiled(
+            ctypes.create_string_buffer(128), 6, 2, ctypes.c_void_p(1 << 20), (ctypes.c_uint64 * 2)(256, 512), one(512),
+            two(64, 0), two(1, 1), 0, 3, 0, 0,
+        )  # fmt: skip
+        assert refused == 0  # as if it were well: the host code would end this process
+
+    with pytest.raises(ValueError, match=r"cuTensorMapEncodeTiled refuses this: a box of \(64, 0\)"):
+        run(call, {}, "")
