@@ -29,6 +29,7 @@ from kernels.virtual.translate import translate
 _CLUSTER = 4  # cudaLaunchAttributeClusterDimension
 _SM_COUNT, _SHARED_OPTIN, _MAJOR, _MINOR = 16, 97, 75, 76  # cudaDeviceAttr
 _FAILED = 719  # cudaErrorLaunchFailure
+_INVALID = 1  # CUDA_ERROR_INVALID_VALUE
 _SONAME = "-Wl,-soname,libcute_dsl_runtime.so"  # libraries ask for this name
 _CUDA, _BFLOAT = 2, 4  # DLPack's codes
 
@@ -110,23 +111,23 @@ class Host:
         self, out: int, kind: int, rank: int, address: int, dims: Any, strides: Any, box: Any, steps: Any,
         interleave: int, swizzle: int,
     ) -> int:  # fmt: skip
-        if any(steps[i] != 1 for i in range(rank)):
-            return 1
         kind = tensormap.DRIVER_KINDS.get(kind, kind)
         try:
+            if any(steps[i] != 1 for i in range(rank)):
+                raise ValueError(f"steps of {tuple(steps[:rank])} elements are not modelled")
             data = tensormap.encode(
                 address or 0, kind, dims[:rank], strides[: rank - 1], box[:rank], swizzle, interleave
             )
-        except ValueError as error:  # told when the kernel is launched: the host code would end the process
+        except ValueError as error:
             if self.context:
-                self.context.error = ValueError(f"cuTensorMapEncodeTiled refuses this: {error}")
-            return 0
+                self.context.error = ValueError(f"cuTensorMapEncodeTiled: {error}")
+            return _INVALID
         ctypes.memmove(out, data, 128)
         return 0
 
     def _launch(self, how: Any, kernel: int, arguments: Any) -> int:
         context = self.context
-        if context is None or context.error:
+        if context is None or context.error:  # it asks for a launch whatever the call for a map has answered
             return _FAILED
         try:
             self._run(context, how.contents, self.names[kernel - 1], arguments)

@@ -41,9 +41,8 @@ class Run:
     lints: list[Finding] = field(default_factory=list)
     instructions: int = 0
     seconds: float = 0.0
-    loaded: Counter[int] = field(
-        default_factory=Counter
-    )  # bytes of tensors, by policy of L2 (0: none is named)
+    # Bytes that TMA loads of tensors asked for, by policy of L2 (0: none is named).
+    loaded: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)

@@ -106,7 +106,7 @@ def replaced(data: bytes, field: str, ordinal: int, value: int) -> bytes:
     return bytes(out)
 
 
-def _check(
+def encode(
     address: int,
     kind: int,
     dims: Sequence[int],
@@ -114,10 +114,13 @@ def _check(
     box: Sequence[int],
     mode: int,
     interleave: int,
-) -> None:
-    """The limits of cuTensorMapEncodeTiled (CUDA driver API, tensor map object management)."""
-    if address % (32 if interleave else 16):
-        raise ValueError(f"the tensor begins at {address:#x}, which is no multiple of 16 bytes")
+) -> bytes:
+    """Write the fields (strides in bytes, of dimension 1 and up).
+
+    Raises ValueError beyond the limits of cuTensorMapEncodeTiled (CUDA driver API, tensor map object management).
+    """
+    if address % (unit := 32 if interleave else 16):
+        raise ValueError(f"the tensor begins at {address:#x}, which is no multiple of {unit} bytes")
     if any(not 1 <= dim <= 1 << 32 for dim in dims):
         raise ValueError(f"dimensions of {tuple(dims)}, each takes 1 to 2**32")
     if any(stride % 16 or stride >= 1 << 40 for stride in strides):
@@ -130,19 +133,6 @@ def _check(
         raise ValueError(
             f"{inner} bytes of a box lie side by side, the swizzle takes up to {SPANS[mode] or 'any'}, by 16"
         )
-
-
-def encode(
-    address: int,
-    kind: int,
-    dims: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    mode: int,
-    interleave: int,
-) -> bytes:
-    """Write the fields (strides in bytes, of dimension 1 and up). Raises ValueError for what the driver refuses."""
-    _check(address, kind, dims, strides, box, mode, interleave)
     out = bytearray(128)
     struct.pack_into("<Q", out, 0, address)
     word = (len(dims) - 1) << 4 | kind << 7 | interleave << 11 | mode << 13

@@ -81,7 +81,7 @@ def test_a_launch_is_told_what_the_driver_refused() -> None:
             ctypes.create_string_buffer(128), 6, 2, ctypes.c_void_p(1 << 20), (ctypes.c_uint64 * 2)(256, 512), one(512),
             two(64, 0), two(1, 1), 0, 3, 0, 0,
         )  # fmt: skip
-        assert refused == 0  # as if it were well: the host code would end this process
+        assert refused == 1  # CUDA_ERROR_INVALID_VALUE
 
-    with pytest.raises(ValueError, match=r"cuTensorMapEncodeTiled refuses this: a box of \(64, 0\)"):
+    with pytest.raises(ValueError, match=r"cuTensorMapEncodeTiled: a box of \(64, 0\)"):
         run(call, {}, "")
