@@ -5,7 +5,9 @@ is held down. Then `ncu`, where it is installed and permitted, counts one launch
 
     ncu … python -m benchmarks.profile VARIANT LIBRARY DTYPE LAYOUT BATCH M N K    (the child)
 
-`bound` is a sentence made from these figures: which limit a kernel comes nearest to.
+`bound` is a sentence made from these figures: which limit a kernel comes nearest to. Where A has few rows, so that most
+of what is moved is B, the same product with `READING_ROWS` rows runs as well: hardly more than reading B. Under the
+power cap a launch takes time by the joules that it needs, and this tells how many of them go into reading.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import suite
 from kernels.hopper.variants import variants
-from kernels.problem import DType
+from kernels.operands import as_packed
+from kernels.problem import DType, Problem
+from kernels.selector import choose
 
 SECONDS = 0.6  # a contender, once it has been warm for suite.WARM_SECONDS
 SAMPLE_SECONDS = 0.01
+READING_ROWS = 16
 NCU_SECONDS = 90
 SECTIONS = (
     "SpeedOfLight",
@@ -50,8 +56,9 @@ KEPT = {
     "Warp Cycles Per Issued Instruction": "warp_cycles_per_instruction",
     "Achieved Occupancy": "achieved_occupancy_percent",
 }
+POWER_CAP = "power cap (software)"
 REASONS = {  # NVML's bits of why the clock is lower than it could be
-    0x4: "power cap (software)",
+    0x4: POWER_CAP,
     0x8: "hardware slowdown",
     0x20: "thermal (software)",
     0x40: "thermal (hardware)",
@@ -92,7 +99,9 @@ def _profiled(row: dict[str, Any], ours: suite.Ours, bandwidth: float) -> dict[s
         row["variant"]: ours.launcher(variant, problem),
         row["reference"]: suite.reference(problem.batch, row["reference"]),
     }
-    read = {name: _powered(name, launch, sets, row) for name, launch in launchers.items()}
+    seconds = row["seconds"]["median"]
+    read = {name: _powered(name, launch, sets, seconds) for name, launch in launchers.items()}
+    del sets
     floor = (problem.bytes_read + problem.bytes_written) / bandwidth
     found = {
         "problem": p,
@@ -101,18 +110,30 @@ def _profiled(row: dict[str, Any], ours: suite.Ours, bandwidth: float) -> dict[s
         "ratio": row["ratio"],
         "goal": goal(p),
         "read_floor_seconds": floor,
-        "seconds": row["seconds"]["median"],
+        "seconds": seconds,
         "nvml": read,
+        "reading": _reading(problem, ours, floor),
         "ncu": counted(row["variant"], row["reference"], p),
     }
     return found | {"bound": bound(found)}
 
 
-def _powered(name: str, launch: Any, sets: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Watts, clock and reasons while one contender runs alone."""
+def _reading(problem: Problem, ours: suite.Ours, floor: float) -> dict[str, Any]:
+    """`_powered`, of the same product with `READING_ROWS` rows; empty where A has as much to read as B."""
+    if not READING_ROWS < problem.m <= problem.n // 8:
+        return {}
+    few = replace(problem, m=READING_ROWS)
+    name = choose(as_packed(few), ours.device, variants=variants()).variant
+    variant = next(each for each in variants() if each.name == name)
+    sets = suite.operand_sets(few, ours.device.l2_bytes)
+    return _powered(name, ours.launcher(variant, few), sets, floor)
+
+
+def _powered(name: str, launch: Any, sets: Any, seconds: float) -> dict[str, Any]:
+    """Watts, clock and reasons while one contender runs alone; `seconds`: about what a launch takes."""
     import torch
 
-    runner = suite.contender(name, launch, sets, row["seconds"]["median"])
+    runner = suite.contender(name, launch, sets, seconds)
     runner.burst.append(runner.replay_seconds())
     runner.warm(suite.WARM_SECONDS)
     count = max(2, round(SECONDS / (runner.replay_seconds() * runner.launches)))
@@ -211,7 +232,19 @@ def bound(row: dict[str, Any]) -> str:
                       ("l2_throughput_percent", "L2")):  # fmt: skip
         if key in counts:
             said.append(f"{text} {counts[key]:.0f} % busy in one launch")
+    reading, theirs = _joules(row["reading"]), _joules(row["nvml"].get(row["reference"], {}))
+    if reading and theirs and POWER_CAP in row["nvml"][row["reference"]]["held_down_by"]:
+        less = 1 - (theirs / row["goal"] - reading) / (theirs - reading)
+        said.append(
+            f"of the {theirs * 1e3:.1f} mJ that a launch of {row['reference']} takes, {reading * 1e3:.1f} go into "
+            f"reading B, so at {row['goal']:.2f} all the rest would have to take {less:.0%} less"
+        )
     return "; ".join(said)
+
+
+def _joules(reading: dict[str, Any]) -> float:
+    """Of a launch; 0 where NVML told nothing."""
+    return float(reading.get("watts", 0.0) * reading.get("seconds", 0.0))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -222,6 +255,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         shape = "×".join(str(p[key]) for key in ("m", "n", "k"))
         lines.append(f"{shape}: {row['variant']} {row['ratio']:.3f} of {row['goal']:.2f}: {row['bound']}")
         lines += [f"  {name}: {reading}" for name, reading in row["nvml"].items()]
+        lines += [f"  {READING_ROWS} rows: {row['reading']}"] if row["reading"] else []
         lines += [f"  ncu, {who}: {reading}" for who, reading in row["ncu"].items()]
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import profile, suite
+from kernels.device import H200
 from kernels.problem import DType
 
 CSV = """==PROF== Connected to process 1
@@ -68,7 +69,8 @@ def test_the_first_launch_of_each_side_is_read_from_ncu() -> None:
 
 def test_the_sentence_names_floor_power_and_units() -> None:
     row = {
-        "read_floor_seconds": 3e-5, "seconds": 4e-5, "variant": "ours", "ncu": profile.parse(CSV),
+        "read_floor_seconds": 3e-5, "seconds": 4e-5, "variant": "ours", "reference": "cuBLAS", "goal": 1.08,
+        "ncu": profile.parse(CSV), "reading": {},
         "nvml": {"ours": {"watts": 698.4, "sm_clock_mhz": 1410, "held_down_by": ["power cap (software)"]}},
     }  # fmt: skip
     text = profile.bound(row)
@@ -76,3 +78,41 @@ def test_the_sentence_names_floor_power_and_units() -> None:
     assert "698 W at 1410 MHz, clock held down by power cap (software)" in text
     assert "SMs 91 % busy" in text
     assert profile.bound(row | {"nvml": {}, "ncu": {"missing": "no"}}).count(";") == 0
+
+
+def test_the_sentence_tells_what_reading_leaves_of_the_energy_under_a_power_cap() -> None:
+    row = {
+        "read_floor_seconds": 3e-5, "seconds": 4e-5, "variant": "ours", "reference": "cuBLAS", "goal": 1.25, "ncu": {},
+        "nvml": {"cuBLAS": {"watts": 700.0, "seconds": 4e-5, "held_down_by": [profile.POWER_CAP]}},
+        "reading": {"watts": 500.0, "seconds": 3e-5},
+    }  # fmt: skip
+    # 28 mJ, 15 of them for reading; at 1.25 times the speed 22.4, which leaves 7.4 where there were 13.
+    assert profile.bound(row).endswith(
+        "of the 28.0 mJ that a launch of cuBLAS takes, 15.0 go into reading B, so at 1.25 all the rest would have to "
+        "take 43% less"
+    )
+    uncapped = row | {"nvml": {"cuBLAS": row["nvml"]["cuBLAS"] | {"held_down_by": []}}}
+    assert "mJ" not in profile.bound(uncapped)
+    assert "mJ" not in profile.bound(row | {"reading": {}})
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "read"), [(128, 8192, True), (1024, 8192, True), (2048, 8192, False), (16, 8192, False)]
+)
+def test_reading_is_told_where_b_is_most_of_what_is_moved(
+    m: int, n: int, read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(suite, "operand_sets", lambda problem, _: asked.append(problem.m))
+    monkeypatch.setattr(profile, "_powered", lambda *_: {"watts": 1.0})
+
+    class Ours:
+        device = H200
+
+        def launcher(self, variant: Any, problem: Any) -> None:
+            assert problem.m == profile.READING_ROWS
+
+    ours: Any = Ours()
+    found = profile._reading(suite.problem_of((1, m, n, 8192), DType.FP16, "nn"), ours, 3e-5)
+    assert found == ({"watts": 1.0} if read else {})
+    assert asked == ([profile.READING_ROWS] if read else [])
