@@ -503,10 +503,10 @@ def _capturing() -> bool:
 
 
 def check_function(runtime: Runtime, variant: Variant, problem: Problem) -> str | None:
-    """Run the variant's function for such a problem on small operands; why it is wrong, or None."""
-    from kernels.selftest import failure
+    """Run the variant's function for such a problem on small operands; why it is wrong in any way, or None."""
+    from kernels.selftest import everything, function_of
 
-    return failure(runtime, variant, problem)
+    return everything(runtime, variant, only=function_of(variant, problem))
 
 
 @lru_cache(maxsize=16)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kernels import cublas
+from kernels.call import Compiled
 from kernels.elementwise import NUMPY, Array
 from kernels.group import GroupVariant
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem
@@ -47,14 +48,21 @@ def kinds() -> Iterator[Problem]:
 
 
 def everything(
-    runtime: Runtime, variant: Variant, *, alive: Callable[[], object] = lambda: None
+    runtime: Runtime,
+    variant: Variant,
+    *,
+    only: str | None = None,
+    alive: Callable[[], object] = lambda: None,
 ) -> str | None:
-    """Why any function of the variant that is built is wrong, or None. `alive` is called after each product."""
+    """Why any function of the variant that is built is wrong, or None, in any way to write D that it has.
+
+    only: the function of this name. `alive` is called after each product.
+    """
     ran = False
     for kind, aligned in itertools.product(kinds(), (128, 1)):
         # rows that TMA can address, and rows of D that it can't
         problem = replace(kind, m=64, n=64, k=64, aligned=aligned)
-        if not _takes(runtime, variant, problem):
+        if not _takes(runtime, variant, problem) or only not in (None, function_of(variant, problem)):
             continue
         ran = True
         because = failure(runtime, variant, problem, alive=alive)
@@ -100,6 +108,13 @@ def failure(
         if because is not None:
             return because
     return None if ran else "no problem of the self-test fits it"
+
+
+def function_of(variant: Variant, problem: Problem) -> str:
+    """Name of the function that the variant runs for a problem, once packed."""
+    from kernels.operands import as_packed
+
+    return cast(Compiled, variant).function(as_packed(problem))
 
 
 def _takes(runtime: Runtime, variant: Variant, problem: Problem) -> bool:

@@ -330,7 +330,7 @@ def broken(*arguments: Any) -> None:
 
 def test_a_wrong_function_is_quarantined_before_it_answers() -> None:
     gpu = make(
-        Fake("step9-wrong", 1e-9), Fake("step9-fake", 2e-9), check_=selftest_check,
+        Fake("step9-wrong", 1e-9), Fake("step9-fake", 2e-9), check_=module.check_function,
         step9_wrong=broken, step9_fake=stand_in,
     )  # fmt: skip
     a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
@@ -343,8 +343,21 @@ def test_a_wrong_function_is_quarantined_before_it_answers() -> None:
     assert gpu.choose(Problem(16, 24, 32)).variant == "step9-wrong"
 
 
-def selftest_check(gpu: Runtime, variant: Variant, problem: Problem) -> str | None:
-    return selftest.failure(gpu, variant, problem)
+@pytest.mark.parametrize(("wrong", "ways"), [(1, "fp16>fp16"), (3, "fp16>fp32")])
+def test_a_function_is_proven_in_every_way_that_it_writes_before_any_is_used(wrong: int, ways: str) -> None:
+    def broken_in_one(*arguments: Any) -> None:
+        stand_in(*arguments[:11], arguments[11] * (2 if arguments[13] >> 7 == wrong else 1), *arguments[12:])
+
+    for out in (DType.FP16, DType.FP32):
+        gpu = make(
+            Fake("step9-wrong", 1e-9), Fake("step9-fake", 2e-9), check_=module.check_function,
+            step9_wrong=broken_in_one, step9_fake=stand_in,
+        )  # fmt: skip
+        a, b = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half()
+        d = torch.zeros(1, 16, 24, dtype=torch.float16 if out is DType.FP16 else torch.float32)
+        choice = gpu.run(Problem(16, 24, 32, out_dtype=out), Operands(a, b, d))
+        assert choice.variant == "step9-fake"
+        assert ways in gpu.barred["step9-wrong"]
 
 
 def test_bits_that_depend_on_the_stack_are_found() -> None:
