@@ -74,6 +74,7 @@ class Machine:
         self.progress = 0
         self.retired = 0
         self.loaded: Counter[int] = Counter()
+        self.stored = 0
         self.names: dict[str, int] = {}
         self.running: Warp | None = None
         self.used_lines: set[int] = set()  # initializations of barriers that were used, and that weren't
@@ -126,6 +127,7 @@ class Machine:
             self.retired,
             time.perf_counter() - begin,
             self.loaded,
+            self.stored,
         )
 
     def _start_clusters(self) -> None:

@@ -43,6 +43,7 @@ class Run:
     seconds: float = 0.0
     # Bytes that TMA loads of tensors asked for, by policy of L2 (0: none is named).
     loaded: Counter[int] = field(default_factory=Counter)
+    stored: int = 0  # bytes of the boxes that TMA stored
 
 
 @dataclass(slots=True)

@@ -177,6 +177,7 @@ class TmaMixin(IssueMixin):
             raise self.fault("alignment", f"TMA source {src:#x} is no multiple of 128")
         if found.padded:
             raise self.fault("protocol", "a store of padded elements of 4 bits is not modelled")
+        self.machine.stored += found.box_bytes
         span, offset = self.shared_span(src, found.box_bytes)
         store = self._open_store("TMA store")
         self._note_map(address, store.read)
