@@ -11,22 +11,17 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
 
+from kernels.hopper.boxes import drain_across, drain_along, goes_across
 from kernels.hopper.epilogue import (
-    BOX_ROWS,
-    EVICT_FIRST,
-    TILE_BYTES,
     Terms,
     clear_sixteen,
     consumer_barrier,
-    halves,
     is_simple,
     load,
     peer_address,
-    put_fp32,
-    put_half,
     put_rows,
     send_four,
     store_any,
@@ -105,12 +100,14 @@ def multiply(
 def consume(
     t: cutlass.Constexpr,
     out: cutlass.Constexpr,
+    across: cutlass.Constexpr,
     make_mma: cutlass.Constexpr,
     sx: cute.Tensor,
     sy: cute.Tensor,
     sd: Any,
     tma_d: Any,
     gd: Any,
+    d_map: Any,
     ring: Int32,
     staging: Int32,
     full: cute.Pointer,
@@ -130,7 +127,10 @@ def consume(
     clock: cutlass.Constexpr,
     terms: Terms,
 ) -> None:
-    """Multiply what the ring holds and write the tiles out. `x`, `y`: how much of it the producer loads."""
+    """Multiply what the ring holds and write the tiles out. `x`, `y`: how much of it the producer loads.
+
+    out, across: D's type where it leaves along q by TMA (`tma_d`, `gd`), or may across (`d_map`; boxes.py).
+    """
     if first < tiles.total:
         tile_p, tile_q, _ = tiles.at(first)
         x_rows = x.within_tile(terms.p, tile_p * t.cluster_p + rank_p)
@@ -209,12 +209,19 @@ def consume(
             q0 = q0 + part * t.half.q
         if cutlass.const_expr(t.parks):
             _park(t, acc, ring, consumer, thread)
+        elif cutlass.const_expr(across is not None):
+            if goes_across(terms, across):
+                buffer = drain_across(
+                    t, across, acc, d_map, staging, p0, q0, layer, consumer, thread, buffer, terms.alpha
+                )
+            else:
+                drain_any(t, acc, staging + consumer * t.staged, p0, q0, layer, consumer, thread, terms)
         elif cutlass.const_expr(out is None):
             drain_any(
                 whole, written, staging + consumer * STAGING_BYTES, p0, q0, layer, consumer, thread, terms
             )
         elif is_simple(terms):
-            buffer = _drain_tma(
+            buffer = drain_along(
                 whole,
                 out,
                 written,
@@ -239,7 +246,7 @@ def consume(
         if cutlass.const_expr(t.pingpong):
             work = work + step
             state.skip(k_tiles)
-    if cutlass.const_expr(out is not None):
+    if cutlass.const_expr(out is not None or across is not None):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
@@ -311,60 +318,6 @@ def _exchange(
 
 
 @cute.jit
-def _drain_tma(
-    t: cutlass.Constexpr,
-    out: cutlass.Constexpr,
-    acc: cute.Tensor,
-    sd: Any,
-    tma_d: Any,
-    gd: Any,
-    staging: Int32,
-    p0: Int32,
-    q0: Int32,
-    layer: Int32,
-    consumer: Int32,
-    thread: Int32,
-    buffer: Int32,
-    alpha: Float32,
-) -> Int32:
-    """Accumulator → staged tiles → TMA stores, two of each warp in flight; returns which buffer is next.
-
-    A warp stages its 16 rows and stores them itself, so it waits for its own stores alone.
-    """
-    parts = 1 if t.pingpong else t.consumers
-    width = TILE_BYTES // 64 // (out.width // 8)
-    boxes = 64 // BOX_ROWS
-    pieces = cute.local_tile(gd, (BOX_ROWS, width), (None, None, None))
-    ds, dg = cpasync.tma_partition(
-        tma_d, 0, cute.make_layout(1), cute.group_modes(sd, 0, 2), cute.group_modes(pieces, 0, 2)
-    )
-    warp = cute.arch.make_warp_uniform(thread // 32)
-    if alpha != 1.0:
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * alpha
-    for row in cutlass.range_constexpr(t.p // 64 // parts):
-        for column in cutlass.range_constexpr(t.q // width):
-            slot = consumer * 2 + buffer
-            tile = staging + slot * TILE_BYTES
-            half = cutlass.const_expr(out.width == 16)
-            words = halves(acc, row, column * 8, out) if half else []  # before the wait, to fill it
-            cute.arch.cp_async_bulk_wait_group(1, read=True)
-            cute.arch.sync_warp()
-            if cutlass.const_expr(half):
-                put_half(tile, words, thread)
-            else:
-                put_fp32(tile, acc, row, column * 4, thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            where = (None, (p0 // 64 + row * parts) * boxes + warp, q0 // width + column, layer)
-            with cute.arch.elect_one():
-                cute.copy(tma_d, ds[(None, slot * boxes + warp)], dg[where], cache_policy=Int64(EVICT_FIRST))
-                cute.arch.cp_async_bulk_commit_group()
-            buffer = buffer ^ 1
-    return buffer
-
-
-@cute.jit
 def drain_any(
     t: cutlass.Constexpr,
     acc: cute.Tensor,
@@ -378,7 +331,7 @@ def drain_any(
 ) -> None:
     """Accumulator → fp32 tile → epilogue → D, one 64×64 tile after the other."""
     parts = 1 if t.pingpong else t.consumers
-    columns = staged_columns(t.q)
+    columns = t.staged_columns
     across = t.q // columns
     count = t.p // 64 // parts * across
     # One copy of the loop over elements, whichever 64×64 of the registers is staged.
@@ -406,15 +359,10 @@ def drain_any(
         )
 
 
-def staged_columns(q: int) -> int:
-    """Columns of what is staged at a time: the widest that divide a tile, up to 64."""
-    return next(columns for columns in (64, 32, 16) if q % columns == 0)
-
-
 @cute.jit
 def _park(t: cutlass.Constexpr, acc: cute.Tensor, ring: Int32, consumer: Int32, thread: Int32) -> None:
     """Accumulator → fp32 tiles in the ring's place, for the blocks of the cluster to add."""
-    columns = staged_columns(t.q)
+    columns = t.staged_columns
     cute.arch.barrier(barrier_id=9, number_of_threads=128 * t.consumers)  # all warps have read the ring
     across = t.q // columns
     for row in cutlass.range_constexpr(t.p // 64 // t.consumers):
@@ -439,7 +387,7 @@ def reduce(
     terms: Terms,
 ) -> None:
     """Add the parts of the cluster: each block sums its share of the 64×64 tiles and writes them out."""
-    columns = staged_columns(t.q)
+    columns = t.staged_columns
     across = t.q // columns
     count = t.p // 64 * across
     tile_p, tile_q, layer = tiles.at(first)

@@ -1,12 +1,8 @@
 """From accumulators to D: receives a consumer's registers, hands on elements in global memory.
 
-Two ways out, one rounding in either:
-  put_half, put_fp32   alpha only: registers → tile of 8,192 B in TMA's 128-byte swizzle (stmatrix for 16
-                       bits). Each warp stores its 16 rows by TMA, two boxes in flight, and waits for no other
-                       warp; TMA clips the edges
-  put_rows, store_any  all of it, any type and stride of D: registers → 64×64 tile of fp32 → a loop in which
-                       consecutive threads take consecutive elements of D
-Thread t of a consumer holds rows 16·(t/32) + (t%32)/4 + {0, 8} and columns 2·(t%4) + {0, 1} of a 64×8 block.
+All that may follow a product, any type and stride of D: `put_rows`, registers → 64×64 tile of fp32; `store_any`, a
+loop in which consecutive threads take consecutive elements of D. Where only alpha follows there is a quicker way
+(boxes.py); each element is rounded once in either.
 """
 
 from __future__ import annotations
@@ -22,27 +18,23 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from kernels.call import BIAS_ALONG_M
 
 __all__ = [
-    "BOX_ROWS",
-    "EVICT_FIRST",
+    "TYPES",
     "Terms",
     "clear_sixteen",
     "consumer_barrier",
     "element",
-    "halves",
     "is_simple",
     "load",
+    "pack_pair",
     "peer_address",
-    "put_fp32",
-    "put_half",
     "put_rows",
     "send_four",
     "store_any",
+    "store_pair",
     "store_words",
 ]
 
-EVICT_FIRST = 0x12F0_0000_0000_0000  # L2 policy: D is not read again here, A and B are
-TILE_BYTES = 8_192  # of a tile that the four warps of a consumer stage
-BOX_ROWS = 16  # of it that a warp holds, and stores by TMA
+TYPES = {Float16: 1, BFloat16: 2, Float32: 3}  # as `code` has them (kernels/call.py)
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ def consumer_barrier(consumer: Int32) -> None:
 
 
 @dsl_user_op
-def _pack(high: Float32, low: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+def pack_pair(high: Float32, low: Float32, dtype: Any, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two fp32 as two 16-bit values in one register, rounded to nearest even."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     return Int32(
@@ -116,22 +108,8 @@ def _add(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
-def _stmatrix(address: Int32, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
-    """Store four 8×8 matrices of 16 bits; lane i gives the address of row i%8 of matrix i/8."""
-    llvm.inline_asm(
-        None,
-        [address.ir_value(loc=loc, ip=ip), *(w.ir_value(loc=loc, ip=ip) for w in words)],
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-        "r,r,r,r,r,~{memory}",
-        has_side_effects=True,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
-def _store_pair(address: Int32, a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> None:
+def store_pair(address: Int32, a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Two fp32 to shared memory."""
     llvm.inline_asm(
         None,
         [address.ir_value(loc=loc, ip=ip), a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip)],
@@ -243,43 +221,6 @@ def store_words(address: Int64, words: list[Any], *, loc: Any = None, ip: Any = 
     )
 
 
-def halves(acc: cute.Tensor, row: int, first: int, dtype: Any) -> list[list[Int32]]:
-    """What `put_half` stores: 64 columns from `first` (in blocks of 8) of accumulator rows `row`, rounded."""
-    return [
-        [
-            _pack(acc[(1, half, j + side), row, 0], acc[(0, half, j + side), row, 0], dtype)
-            for side in range(2)
-            for half in range(2)
-        ]
-        for j in range(first, first + 8, 2)
-    ]
-
-
-def put_half(tile: Int32, words: list[list[Int32]], thread: Int32) -> None:
-    """64 columns of `halves` as a 64×64 tile of 16 bits.
-
-    Row r of the tile is 128 bytes; its 16-byte piece j lies at piece j ^ (r % 8): TMA's 128-byte swizzle.
-    """
-    lane, warp = thread % 32, thread // 32
-    r = 16 * warp + lane % 16  # matrices 0, 2: rows 0-7; 1, 3: rows 8-15
-    line = tile + r * 128
-    for pair, four in enumerate(words):  # 16 columns: pieces 2·pair and 2·pair + 1
-        piece = (2 * pair + lane // 16) ^ (lane % 8)
-        _stmatrix(line + piece * 16, four)
-
-
-def put_fp32(tile: Int32, acc: cute.Tensor, row: int, first: int, thread: Int32) -> None:
-    """32 columns from `first` (in blocks of 8) as a 64×32 tile of fp32, swizzled as above."""
-    lane, warp = thread % 32, thread // 32
-    for half in range(2):
-        r = 16 * warp + lane // 4 + 8 * half
-        line = tile + r * 128 + (lane % 2) * 8
-        for block in range(4):
-            piece = (2 * block + lane % 4 // 2) ^ (r % 8)
-            j = first + block
-            _store_pair(line + piece * 16, acc[(0, half, j), row, 0], acc[(1, half, j), row, 0])
-
-
 @cute.jit
 def put_rows(
     tile: Int32,
@@ -305,7 +246,7 @@ def put_rows(
                 _store_one(_place(tile, q, p, True), left)
                 _store_one(_place(tile, q + 1, p, True), right)
             else:
-                _store_pair(_place(tile, p, q, False), left, right)
+                store_pair(_place(tile, p, q, False), left, right)
 
 
 def _place(tile: Int32, line: Int32, column: Int32, swap: bool) -> Int32:
@@ -491,9 +432,9 @@ def _write_four(address: Int64, values: list[Float32], kind: Int32) -> None:
 @cute.jit
 def _halves(low: Float32, high: Float32, kind: Int32) -> Int32:
     """Two fp32 rounded to fp16 (kind 1) or bf16 (kind 2) in one register."""
-    word = _pack(high, low, Float16)
+    word = pack_pair(high, low, Float16)
     if kind == 2:
-        word = _pack(high, low, BFloat16)
+        word = pack_pair(high, low, BFloat16)
     return word
 
 

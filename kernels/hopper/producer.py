@@ -22,7 +22,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.experimental import cuda
 from cutlass.tensor_utils import LayoutEnum
 
-from kernels.hopper.epilogue import EVICT_FIRST, Terms
+from kernels.hopper.boxes import EVICT_FIRST
+from kernels.hopper.epilogue import Terms
 from kernels.hopper.marks import Mark, mark
 from kernels.hopper.pipeline import FastTiles, PipelineState, wait_empty
 from kernels.hopper.tilings import TILE_K

@@ -16,7 +16,8 @@ Barriers    full[s], empty[s]: see pipeline.py. Named, of one consumer: 10 + con
             inbox[consumer], of two blocks that divide K: 1 arrival and the bytes of half a tile, which the
             peer sends (consumer.py).
 Shared      128×256, 2×1: 4 × 49,152 B + 2 consumers × 2 tiles × 8,192 B = 229,376 B, and barriers 64 B.
-Files       this one: what is launched; producer.py and consumer.py: the roles; pipeline.py, epilogue.py.
+Files       this one: what is launched; producer.py and consumer.py: the roles; pipeline.py; boxes.py and
+            epilogue.py: how D leaves, by TMA and by element.
 Limits      16-bit inputs that TMA can address; what it can't is packed by the launcher.
 
 min_blocks_per_mp keeps setmaxnreg in the machine code: without it ptxas drops it silently.
@@ -35,8 +36,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.experimental import cuda
 from cutlass.experimental import primitives as prims
 
+from kernels.hopper.boxes import BOX_ROWS, TILE_BYTES, across_map
 from kernels.hopper.consumer import consume, mma_of, reduce
-from kernels.hopper.epilogue import BOX_ROWS, TILE_BYTES, Terms
+from kernels.hopper.epilogue import Terms
 from kernels.hopper.marks import SILENT
 from kernels.hopper.pipeline import FastTiles, init_inbox, init_ring
 from kernels.hopper.producer import Loads, Operand, produce, staged_layout
@@ -51,7 +53,10 @@ BAND = 8  # rows of tiles, where the caller leaves it to the kernel
 
 @dataclass(frozen=True)
 class Gemm:
-    """One kernel: a tiling, types and contiguous dimensions. `out` None: stores any type at any stride."""
+    """One kernel: a tiling, types and contiguous dimensions. `out` None: stores any type at any stride.
+
+    One that computes D transposed finds at run time whether TMA may store it, so it needs no other function for that.
+    """
 
     tiling: Tiling
     dtype: Any
@@ -59,6 +64,11 @@ class Gemm:
     trans_a: bool
     trans_b: bool
     clock: ClassVar[Any] = SILENT  # traced.py has another
+
+    @property
+    def _across(self) -> Any:
+        """D's type where it may leave by TMA, transposed."""
+        return self.dtype if self.out is None and self.tiling.swap else None
 
     def _k_major(self) -> tuple[bool, bool]:
         """Whether x, y lie along K in memory."""
@@ -130,6 +140,10 @@ class Gemm:
                 (BOX_ROWS, width),
             )
 
+        d_map = None
+        if cutlass.const_expr(self._across is not None):
+            d_map = across_map(t, self._across, terms, batch, x.iterator.toint())
+
         tiles_p = cute.ceil_div(p, t.p * t.cluster_p)
         tiles_q = cute.ceil_div(q, t.q * t.cluster_q)
         group = raster if raster > 0 else Int32(BAND)
@@ -147,6 +161,7 @@ class Gemm:
             y.shape[2],
             tma_d,
             gd,
+            d_map,
             x_smem,
             y_smem,
             d_smem,
@@ -176,6 +191,7 @@ class Gemm:
         y_layers: Int32,
         tma_d: Any,
         gd: Any,
+        d_map: cutlass.GridConstant[cuda.TensorMap],
         x_smem: cute.ComposedLayout,
         y_smem: cute.ComposedLayout,
         d_smem: Any,
@@ -213,6 +229,8 @@ class Gemm:
                 prims.prefetch_tensormap(each.get_ptr())
             if cutlass.const_expr(self.out is not None):
                 cpasync.prefetch_descriptor(tma_d)
+            if cutlass.const_expr(self._across is not None):
+                prims.prefetch_tensormap(d_map.get_ptr())
 
         smem = cutlass.utils.SmemAllocator()
         full = smem.allocate_array(Int64, t.stages)
@@ -286,12 +304,14 @@ class Gemm:
             consume(
                 t,
                 self.out,
+                self._across,
                 partial(mma_of, t, self.dtype, *self._k_major()),
                 sx,
                 sy,
                 sd,
                 tma_d,
                 gd,
+                d_map,
                 ring,
                 staging,
                 full,

@@ -55,7 +55,7 @@ class Tiling:
             raise ValueError("the accumulator of a consumer does not fit its registers")
         shared = [self.q // self.cluster_p] if self.cluster_p > 1 else []
         shared += [self.p // self.cluster_q] if self.cluster_q > 1 else []
-        if any(rows % 64 for rows in shared):
+        if any(rows % 8 for rows in shared):
             raise ValueError("what a block loads for its cluster is no whole number of swizzled lines")
         if self.lag and (self.consumers != 2 or self.pingpong or self.lag >= self.stages):
             raise ValueError("one of two consumers that share stages lags, by fewer than there are")
@@ -116,7 +116,37 @@ class Tiling:
         """Bytes through which results leave, and through which halves come in; who parks uses the ring again."""
         if self.exchanges:
             return self.p * self.q // 2 * 4
-        return 0 if self.split > 1 else self.consumers * STAGING_BYTES
+        if self.split > 1:
+            return 0
+        return self.consumers * self.staged
+
+    @property
+    def staged(self) -> int:
+        """The same of a consumer."""
+        return self._staged(self.box_columns) if self.swap else STAGING_BYTES
+
+    @property
+    def staged_columns(self) -> int:
+        """Columns of fp32 that a consumer stages at a time: the widest that divide a tile, up to 64."""
+        return next(columns for columns in (64, 32, 16) if self.q % columns == 0)
+
+    @property
+    def box_columns(self) -> int:
+        """Columns that a warp stores at a time of a D that leaves transposed: all, or 16 if that frees a stage."""
+        few, whole = (self._stages(self.consumers * self._staged(columns)) for columns in (16, self.q))
+        return 16 if few > whole else self.q
+
+    @property
+    def boxes(self) -> int:
+        """How many of them are staged at once."""
+        return self._boxes(self.box_columns)
+
+    def _boxes(self, columns: int) -> int:
+        return 1 if columns == self.q else 4
+
+    def _staged(self, columns: int) -> int:
+        """Where D leaves transposed: boxes of so many columns, or columns of fp32."""
+        return max(self._boxes(columns) * 64 * columns * 2, 64 * self.staged_columns * 4)
 
     @property
     def per_sm(self) -> int:
@@ -131,7 +161,10 @@ class Tiling:
     @property
     def stages(self) -> int:
         """Depth of the ring: as deep as fits."""
-        return (self.smem_bytes - BARRIER_BYTES - self.staging_bytes) // self.stage_bytes
+        return self._stages(self.staging_bytes)
+
+    def _stages(self, staging_bytes: int) -> int:
+        return (self.smem_bytes - BARRIER_BYTES - staging_bytes) // self.stage_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +172,7 @@ class Member:
     """A tiling and the outputs that it is compiled for.
 
     `same`: 16-bit output of the input's type by TMA; `wide`: fp32 output by TMA; `plain`: any output, address
-    and stride. `layouts`: which of A and B may be stored transposed.
+    and stride, and with `swap` by TMA as well where it can. `layouts`: which of A and B may be stored transposed.
     """
 
     tiling: Tiling
@@ -152,7 +185,8 @@ class Member:
         t = self.tiling
         for trans_a, trans_b in self.layouts:
             along_k = (trans_b, not trans_a) if t.swap else (not trans_a, trans_b)
-            if any(rows % 64 and rows > 32 and not k for rows, k in zip((t.p, t.q), along_k, strict=True)):
+            slices = (t.p // t.cluster_q, t.q // t.cluster_p)  # what a block loads
+            if any(rows % 64 and rows > 32 and not k for rows, k in zip(slices, along_k, strict=True)):
                 raise ValueError("rows that lie across K are loaded 64 at a time, or 16, or 32")
 
     def function(self, dtype: DType, store: str, trans_a: bool, trans_b: bool) -> str:
@@ -182,6 +216,7 @@ FAMILY = (
     Member(Tiling(128, 64), plain=True),
     Member(Tiling(64, 128, cluster_p=2, consumers=1)),
     Member(Tiling(64, 64, consumers=1), plain=True),
+    Member(Tiling(64, 80, cluster_p=2, consumers=1, swap=True), same=False, plain=True, layouts=ROWS_OF_A),
     Member(Tiling(64, 32, consumers=1, swap=True), same=False, plain=True),
     Member(Tiling(64, 16, consumers=1, half_sm=True, swap=True), same=False, plain=True),
     *(

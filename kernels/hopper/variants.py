@@ -96,7 +96,7 @@ class Step9:
         costs = _step_costs(t, problem)
         step = _step_seconds(costs, problem, device, clusters * t.cluster)
         tail = t.p * t.q * problem.out_dtype.itemsize / DRAIN_RATE
-        if self._store(problem) == PLAIN:
+        if not self._by_tma(problem):
             tail *= PLAIN_COST
         if t.pingpong:
             tail /= 2
@@ -117,17 +117,18 @@ class Step9:
         return problem.batch * _ceil(p, t.p * t.cluster_p) * _ceil(q, t.q * t.cluster_q)
 
     def _store(self, problem: Problem) -> str | None:
-        """How D is written: "fp16", "bf16", "fp32" (by TMA), "plain"; None where it isn't.
-
-        TMA writes whole pieces of 16 bytes, so it would write past a row that ends within one.
-        """
-        size = problem.out_dtype.itemsize
-        fits = problem.aligned >= 16 and not problem.leading[3] * size % 16 and not problem.n * size % 16
-        wide = problem.out_dtype is DType.FP32 and self.member.wide
-        by_tma = wide or (problem.out_dtype is problem.dtype and self.member.same)
-        if fits and by_tma:
+        """How D is written: "fp16", "bf16", "fp32" (by TMA), "plain"; None where it isn't."""
+        if self._by_tma(problem) and not self.tiling.swap:
             return problem.out_dtype.value
         return PLAIN if self.member.plain else None
+
+    def _by_tma(self, problem: Problem) -> bool:
+        """Whether TMA writes D: in pieces of 16 bytes, so it would write past a row that ends within one."""
+        size = problem.out_dtype.itemsize
+        fits = problem.aligned >= 16 and not problem.leading[3] * size % 16 and not problem.n * size % 16
+        same = problem.out_dtype is problem.dtype and (self.member.same or self.tiling.swap)
+        wide = problem.out_dtype is DType.FP32 and self.member.wide
+        return fits and (same or wide)
 
 
 # Fitted to one H200; what they stand for is said in `Step9.seconds`. Rates are a second, or a second and SM.

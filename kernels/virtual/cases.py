@@ -76,15 +76,25 @@ def step_cases(arch: str, number: int) -> Iterator[Case]:
 def function_cases(
     arch: str, shapes: tuple[Shape, ...] = SWEEP, kinds: Iterable[Kind] = KINDS, *, ragged: bool = True
 ) -> Iterator[Case]:
-    """A case a function of the Step 9 family, shape and epilogue in turn; `ragged`: those that store by element too."""
-    seen: set[str] = set()
+    """Cases of each function of the Step 9 family, shapes and epilogues in turn; `ragged`: by element too.
+
+    A function that may store by TMA and by element has a case of either.
+    """
+    seen: set[tuple[str, bool]] = set()
     for variant in family.own(arch):
         for kind in kinds:
             for plain in (False, True) if ragged else (False,):
                 shape, tail = shapes[len(seen) % len(shapes)], TAILS[len(seen) // 2 % 2]
-                case = _case(arch, variant, _by_element(kind) if plain else _problem(kind, shape), tail)
-                if case is not None and case.function not in seen:
-                    seen.add(case.function)
+                by_element = _case(arch, variant, _by_element(kind), tail)
+                case = by_element if plain else _case(arch, variant, _problem(kind, shape), tail)
+                if case is None:
+                    continue
+                if not plain and by_element is not None and by_element.function == case.function:
+                    case = replace(
+                        case, problem=replace(case.problem, epilogue=TAILS[0])
+                    )  # or TMA wouldn't store
+                if (case.function, plain) not in seen:
+                    seen.add((case.function, plain))
                     yield case
 
 

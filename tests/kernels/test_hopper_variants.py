@@ -146,8 +146,9 @@ def test_tiles_that_no_swizzle_divides_are_compiled_for_rows_along_k_alone() -> 
         assert variant.unsupported(Problem(150, 256, 256), H200) is None
         because = variant.unsupported(Problem(152, 256, 256, trans_a=True), H200)
         assert because == "it is not compiled for this layout of A and B"
-    with pytest.raises(ValueError, match="64 at a time"):
-        Member(Tiling(128, 80, swap=True))
+    for bad in (Tiling(128, 80, swap=True), Tiling(64, 80, 2, consumers=1, swap=True), Tiling(256, 192, 2)):
+        with pytest.raises(ValueError, match="64 at a time"):
+            Member(bad)
 
 
 def test_a_grid_has_no_more_blocks_than_its_waves_need() -> None:
@@ -171,6 +172,33 @@ def test_the_selector_does_not_choose_what_no_gpu_has_timed() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("tiling", "box", "staged", "stages"),
+    [
+        (Tiling(128, 80, cluster_q=2, swap=True), 16, 8_192, 8),  # with whole boxes of 2,560 bytes a warp, 7
+        (Tiling(128, 112, cluster_q=2, swap=True), 16, 8_192, 7),
+        (Tiling(128, 96, cluster_q=2, swap=True), 96, 12_288, 7),
+        (Tiling(128, 160, cluster_q=2, swap=True), 160, 20_480, 5),
+        (Tiling(64, 80, cluster_p=2, consumers=1, swap=True), 80, 10_240, 12),
+        (Tiling(64, 16, consumers=1, half_sm=True, swap=True), 16, 4_096, 10),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_what_leaves_transposed_is_staged_in_little_where_that_makes_room_for_a_stage(
+    tiling: Tiling, box: int, staged: int, stages: int
+) -> None:
+    assert (tiling.box_columns, tiling.staged, tiling.stages) == (box, staged, stages)
+    assert tiling in {each.tiling for each in FAMILY}
+
+
+def test_a_tiling_that_swaps_is_quicker_where_tma_stores_what_it_computes() -> None:
+    few = next(each for each in FAMILY if each.name == "step9-128x80-1x2-swap")
+    whole = Problem(160, 1024, 512, trans_b=True)
+    for slower in (replace(whole, ldd=1025), replace(whole, aligned=8), replace(whole, out_dtype=DType.FP32)):
+        assert few.function(slower) == few.function(whole) == "step9_128x80_1x2_swap_fp16_plain_nt"
+        assert few.seconds(slower, H200) > few.seconds(whole, H200)
+
+
 def test_two_blocks_of_half_an_sm_fill_it_before_a_second_wave_begins() -> None:
     small = next(each for each in FAMILY if each.name == "step9-64x16-halfsm-swap")
     assert small.blocks(Problem(16, 16384, 1024), 264) == 256
@@ -191,7 +219,7 @@ def test_only_one_of_two_consumers_that_share_stages_lags(bad: dict[str, int]) -
 
 def test_what_a_cluster_shares_is_loaded_in_whole_swizzled_lines() -> None:
     with pytest.raises(ValueError, match="swizzled lines"):
-        Tiling(256, 192, cluster_p=2)  # 96 columns a block
+        Tiling(64, 48, cluster_p=4, consumers=1)  # 12 columns a block
 
 
 @pytest.mark.parametrize("bad", [{"p": 96, "q": 64}, {"p": 128, "q": 100}, {"p": 256, "q": 256}])

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from kernels import selftest
-from kernels.hopper.epilogue import EVICT_FIRST
+from kernels.hopper.boxes import EVICT_FIRST
 from kernels.hopper.producer import EVICT_NORMAL
 from kernels.hopper.variants import Step9, candidates, variants
 from kernels.operands import Operands
@@ -34,6 +34,7 @@ SCHEDULED = (
     (ALONE, replace(RAGGED, trans_b=True, epilogue=TAIL)),
     (PINGPONG, replace(RAGGED, epilogue=TAIL)),
     (WIDE, replace(RAGGED, trans_a=True, out_dtype=DType.FP32)),
+    (FEW_ROWS, Problem(264, 264, 328)),
     (BF16, replace(RAGGED, trans_b=True, dtype=DType.BF16, out_dtype=DType.BF16, epilogue=TAIL)),
 )
 
@@ -115,6 +116,49 @@ def test_what_one_tile_alone_reads_may_leave_l2_first(root: Path, problem: Probl
 def test_what_blocks_share_names_no_policy(root: Path) -> None:
     for run in _verified(root, SHARED, Problem(256, 256, 64)):
         assert run.loaded == {0: 256 * 64 * 2, EVICT_FIRST: 256 * 64 * 2}  # B, and A of one tile along N
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "by_tma"),
+    [("whole", True), ("one row", True), ("odd rows", False), ("odd start", False), ("columns", False)],
+)
+def test_what_is_computed_transposed_leaves_by_tma_where_it_may(
+    root: Path, way: str, by_tma: bool, layers: int
+) -> None:
+    torch = pytest.importorskip("torch")
+    variant = _variant(FEW_ROWS)
+    problem = Problem(1 if way == "one row" else 24, 72, 136, layers, epilogue=Epilogue(alpha=-0.5))
+    torch.manual_seed(5)
+    a, b = torch.randn(layers, problem.m, 136).half(), torch.randn(layers, 136, 72).half()
+    room = torch.full((layers, problem.m, 80), torch.nan, dtype=torch.float16)
+    d = room[:, :, :72]
+    if way == "odd rows":
+        d = torch.full((layers, problem.m, 73), torch.nan, dtype=torch.float16)[:, :, :72]
+    elif way == "odd start":
+        d = room[:, :, 4:76]
+    elif way == "columns":
+        d = torch.full((layers, 72, problem.m), torch.nan, dtype=torch.float16).transpose(1, 2)
+    chip = _chip(root, variant, detect=True)
+    chip.launch(variant, problem, Operands(a=a, b=b, d=d))
+    torch.testing.assert_close(d.float(), -0.5 * (a.float() @ b.float()), rtol=1e-3, atol=1e-2)
+    assert room[:, :, 76:].isnan().all()
+    (run,) = chip.reports[-1].runs
+    t = variant.tiling  # two blocks of two consumers; the box of a warp is its 16 columns of D
+    assert run.stored == by_tma * layers * 2 * 2 * 4 * (16 * t.q * 2)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(24, 72, 136, out_dtype=DType.FP32),
+        Problem(24, 72, 136, epilogue=Epilogue(bias=BiasDim.N)),
+        Problem(24, 72, 136, epilogue=TAIL),
+    ],
+    ids=["fp32", "bias", "all"],
+)
+def test_what_more_than_alpha_follows_leaves_by_element(root: Path, problem: Problem) -> None:
+    assert [run.stored for run in _verified(root, FEW_ROWS, problem)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("activation", list(Activation))
