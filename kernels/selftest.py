@@ -62,7 +62,9 @@ def everything(
     for kind, aligned in itertools.product(kinds(), (128, 1)):
         # rows that TMA can address, and rows of D that it can't
         problem = replace(kind, m=64, n=64, k=64, aligned=aligned)
-        if not _takes(runtime, variant, problem) or only not in (None, function_of(variant, problem)):
+        if not _takes(runtime, variant, problem):
+            continue
+        if only is not None and function_of(variant, problem) != only:
             continue
         ran = True
         because = failure(runtime, variant, problem, alive=alive)

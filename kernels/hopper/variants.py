@@ -94,7 +94,10 @@ class Step9:
         waves = _ceil(clusters, max(1, _resident(device, t.cluster) // t.cluster))
         steps = _ceil(_ceil(problem.k, TILE_K), t.split)
         costs = _step_costs(t, problem)
-        step = _step_seconds(costs, problem, device, clusters * t.cluster)
+        step = max(
+            _step_seconds(costs, problem, device, clusters * t.cluster),
+            CLUSTER_STEP_SECONDS if t.sharing > 1 else 0.0,
+        )
         tail = t.p * t.q * problem.out_dtype.itemsize / DRAIN_RATE
         if not self._by_tma(problem):
             tail *= PLAIN_COST
@@ -137,6 +140,7 @@ SENT_RATE = 90e9
 ARRIVING_RATE = 111e9
 ALONE_RATE = 115e9  # of either, where no other SM asks
 STEP_SECONDS = 150e-9  # whatever its size
+CLUSTER_STEP_SECONDS = 190e-9  # where blocks share operands, and each waits for the slower
 DRAIN_RATE = 71e9
 PLAIN_COST = 2.8
 READ_SHARE = 0.93

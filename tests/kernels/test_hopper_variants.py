@@ -128,6 +128,21 @@ def test_own_kernels_run_where_they_are_meant_to(shape: tuple[int, int, int], in
     assert choose(problem, H200, variants=(*FAMILY, Cublas())).variant.startswith("step9")
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "best"),
+    [
+        (64, 8192, 8192, "64x64"),  # on an H200 2 % quicker than 64x80-2x1-swap
+        (72, 8192, 8192, "64x80-2x1-swap"),  # 5 % quicker than 128x64
+        (128, 8192, 8192, "64x128-2x1"),
+        (160, 8192, 8192, "128x80-1x2-swap"),
+        (128, 4096, 4096, "64x64"),  # 8 % quicker than 64x80-2x1-swap
+    ],
+)
+def test_the_quickest_of_those_timed_for_few_rows_is_chosen(m: int, n: int, k: int, best: str) -> None:
+    layer = Problem(m, n, k, trans_b=True, batch_invariant=False)
+    assert choose(layer, H200, variants=FAMILY).variant == f"step9-{best}"
+
+
 @pytest.mark.parametrize("m", [40, 72, 100, 129, 150, 180, 200])
 def test_few_rows_past_a_tile_do_not_cost_another_tile(m: int) -> None:
     """What is estimated for M rows by a layer's weights is well below what a whole tile more would take."""
