@@ -176,34 +176,40 @@ class Keys:
 
         Pair with `leave`.
         """
-        quota = principal.quota
-        if quota.requests_per_second is None and quota.concurrent_requests is None:
+        most = principal.quota.concurrent_requests
+        if most is None:
+            self.go_on(principal, nbytes)
+            return
+        use = self._use(principal, self._clock())
+        if use.running >= most:
+            raise ServiceError(
+                "quota", "this key has as many requests running as it may", limit=most, retry_after=1.0
+            )
+        self.go_on(principal, nbytes)
+        use.running += 1
+
+    def go_on(self, principal: Principal, nbytes: int = 0) -> None:
+        """A further request of `nbytes` on what has entered, in whose place it runs: a message of a stream.
+
+        ServiceError quota where the key sends more requests or bytes a second than it may.
+        """
+        rate = principal.quota.requests_per_second
+        if rate is None:
             self.spend(principal, nbytes)
             return
         now = self._clock()
-        rate = quota.requests_per_second
         use = self._use(principal, now)
-        if quota.concurrent_requests is not None and use.running >= quota.concurrent_requests:
+        use.left = min(max(rate, 1.0), use.left + (now - use.at) * rate)
+        use.at = now
+        if use.left < 1.0:
             raise ServiceError(
                 "quota",
-                "this key has as many requests running as it may",
-                limit=quota.concurrent_requests,
-                retry_after=1.0,
+                "this key sends more requests a second than it may",
+                limit=rate,
+                retry_after=(1.0 - use.left) / rate,
             )
-        if rate is not None:
-            use.left = min(max(rate, 1.0), use.left + (now - use.at) * rate)
-            use.at = now
-            if use.left < 1.0:
-                raise ServiceError(
-                    "quota",
-                    "this key sends more requests a second than it may",
-                    limit=rate,
-                    retry_after=(1.0 - use.left) / rate,
-                )
         self.spend(principal, nbytes)
-        if rate is not None:
-            use.left -= 1.0
-        use.running += 1
+        use.left -= 1.0
 
     def leave(self, principal: Principal) -> None:
         """A request that entered has ended."""

@@ -23,7 +23,7 @@ from service.inference.models import MODELS, Model
 from service.inference.proto import pb
 from service.inference.regions import Regions
 from service.inference.request import Inference, parse
-from service.inference.rpc_gate import Door, Watched, admit, status_code
+from service.inference.rpc_gate import Door, Watched, admit, ask_again, status_code
 from service.inference.rpc_messages import (
     InferReply,
     Received,
@@ -187,24 +187,32 @@ class Rpc:
         return reply, times
 
     async def _stream(self, requests: AsyncIterator[Received], context: Any) -> AsyncIterator[bytes]:
-        """Requests one after the other; a refused one is told in its place, and the stream goes on."""
+        """Requests one after the other; a refused one is told in its place, and the stream goes on.
+
+        It ends with its key. What opens it has been counted as a request, which pays for the first message.
+        """
         problem: ServiceError | None = None
+        count = self._services.keys.spend
         async with Watched(self._services, "ModelStreamInfer", context) as watched:
             try:
                 watched.principal = admit(self._services, "ModelStreamInfer", context)
+                async for received in requests:
+                    principal = ask_again(self._services, "ModelStreamInfer", context)
+                    yield await self._streamed(received, principal, context, count)
+                    count = self._services.keys.go_on
             except ServiceError as error:
                 problem = watched.refused(error)
-            else:
-                async for received in requests:
-                    yield await self._streamed(received, watched.principal, context)
         if problem is not None:
             await context.abort(status_code(problem), problem.detail)
 
-    async def _streamed(self, received: Received, principal: Principal, context: Any) -> bytes:
+    async def _streamed(
+        self, received: Received, principal: Principal, context: Any, count: Callable[[Principal, int], None]
+    ) -> bytes:
+        """The answer to one message, which `count` takes out of the key's quotas."""
         message = received.message
         async with Watched(self._services, "ModelInfer", context) as watched:
             try:
-                self._services.keys.spend(principal, received.nbytes)
+                count(principal, received.nbytes)
                 data = (await self._infer(message, principal, context)).streamed()
                 self._services.keys.owe(principal, len(data))
             except Exception as error:

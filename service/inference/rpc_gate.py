@@ -92,6 +92,13 @@ def admit(services: Services, name: str, context: Any, nbytes: int = 0) -> Princ
     return principal
 
 
+def ask_again(services: Services, name: str, context: Any) -> Principal:
+    """Whose open stream it is now, since keys come and go; ServiceError where that key may not go on."""
+    if not services.keys.required:
+        return ANONYMOUS
+    return _principal(services, name, context.invocation_metadata())
+
+
 def _principal(services: Services, name: str, metadata: Any) -> Principal:
     principal = services.keys.check(dict(metadata or ()).get("authorization"))
     if name in _SCOPES:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import re
 import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +304,51 @@ def test_keys_hold_here_too(tmp_path: Path) -> None:
                 lambda: client.register_system_shared_memory("r", f"{RUN}-r", 64, headers=headers),
                 "PERMISSION_DENIED",
             )
+
+
+@contextlib.contextmanager
+def stream(folder: Path, quota: keys.Quota) -> Iterator[tuple[Callable[[], object], Callable[[], Any]]]:
+    """An open stream of a key of that quota: what revokes the key, and what sends a message and takes its answer."""
+    path = folder / "keys.json"
+    key, token = keys.add(path, "ann", quota=quota)
+    message = service_pb2.ModelInferRequest(model_name="gemm_fp32", raw_input_contents=[b"\0" * 4] * 2)
+    for name in "AB":
+        message.inputs.add(name=name, datatype="FP32", shape=[1, 1])
+    unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> Any:
+        unsent.put(message)
+        return next(answers)
+
+    with (
+        running(folder / "data", *FLAGS, "--keys-file", str(path)) as service,
+        grpc.insecure_channel(address(service.ready())) as channel,
+    ):
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = (("authorization", f"Bearer {token}"),)
+        answers = stub.ModelStreamInfer(iter(unsent.get, None), metadata=metadata, timeout=60)
+        try:
+            yield partial(keys.revoke, path, key.id), ask
+        finally:
+            unsent.put(None)
+
+
+def test_a_stream_ends_with_its_key(tmp_path: Path) -> None:
+    with stream(tmp_path, keys.Quota()) as (revoke, ask):
+        assert ask().error_message == ""
+        revoke()
+        time.sleep(1.5)  # the file is looked at once a second
+        with pytest.raises(grpc.RpcError) as caught:
+            ask()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_each_message_of_a_stream_is_a_request(tmp_path: Path) -> None:
+    """The first has been paid for by what opened the stream, in whose place all run."""
+    with stream(tmp_path, keys.Quota(requests_per_second=0.01, concurrent_requests=1)) as (_, ask):
+        assert ask().error_message == ""
+        for _ in range(3):
+            assert "more requests a second" in ask().error_message
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelUnload"])

@@ -160,6 +160,25 @@ def test_concurrency_quota(path: Path) -> None:
     book.enter(alice)
 
 
+def test_what_goes_on_in_its_place_counts_as_a_request_all_the_same(path: Path) -> None:
+    quota = Quota(requests_per_second=2, concurrent_requests=1, bytes_per_second=1000)
+    _, token = keys.add(path, "alice", quota=quota)
+    clock = Clock()
+    book = Keys(settings(path), clock=clock)
+    alice = book.check(f"Bearer {token}")
+    book.enter(alice)
+    book.go_on(alice, 800)  # though one runs, which is as many as may
+    with pytest.raises(ServiceError, match="more requests a second"):
+        book.go_on(alice)
+    clock.now += 0.5
+    with pytest.raises(ServiceError, match="more bytes a second"):
+        book.go_on(alice, 900)
+    book.go_on(alice, 100)
+    book.leave(alice)
+    clock.now += 0.5
+    book.enter(alice)
+
+
 def test_bytes_quota_counts_bodies_and_what_is_owed(path: Path) -> None:
     _, token = keys.add(path, "alice", quota=Quota(bytes_per_second=1000, concurrent_requests=1))
     clock = Clock()

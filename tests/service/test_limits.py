@@ -35,7 +35,7 @@ OTHER = {
     "share",
     "rate",
     "largest",
-    "quota.concurrent_requests",
+    "most",
     "region.nbytes",
     "nbytes",
     "limit",
