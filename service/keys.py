@@ -163,13 +163,18 @@ class Keys:
         audit.acting(key.id)
         return principal
 
-    def in_force(self, key_id: str) -> bool:
-        """Whether a key that was valid once still is; what it leased ends with it."""
+    def in_force(self, key_id: str, scope: str | None = None) -> bool:
+        """Whether a key that was valid once, for `scope` where that is told, still is.
+
+        What it leased ends with it, and so does what it watches.
+        """
         if self.path is None:
             return True
         self._look()
-        known = self._keys.get(key_id)
-        return known is not None and (known[0].expires is None or known[0].expires > time.time())
+        if key_id not in self._keys:
+            return False
+        key, principal = self._keys[key_id]
+        return (key.expires is None or key.expires > time.time()) and (scope is None or principal.may(scope))
 
     def enter(self, principal: Principal, nbytes: int = 0) -> None:
         """A request begins, with a body of `nbytes`; ServiceError quota where the key has used up its share.

@@ -137,6 +137,7 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _events(scope: Scope, receive: Receive, send: Send) -> None:
     services, jobs, owner = _parts(scope)
+    key_id = scope["state"]["principal"].key_id
     transfer = Transfer.of(scope, receive, send)
     no_query(scope)
     job = await jobs.find(owner, scope["path_params"]["job"])
@@ -147,9 +148,10 @@ async def _events(scope: Scope, receive: Receive, send: Send) -> None:
     try:
         while not transfer.gone:
             change = job.changed
-            for event in shown.news():
+            watching = services.keys.in_force(key_id, "jobs")
+            for event in shown.news() if watching else ():
                 await transfer.write(event)
-            if job.ended or jobs.pausing:
+            if job.ended or jobs.pausing or not watching:
                 await transfer.write(b"", more=False)
                 return
             changed = asyncio.ensure_future(change.wait())
@@ -258,6 +260,7 @@ async def get_job(request: Request, job: str, query: Annotated[WaitQuery, Query(
     found = await jobs.find(owner, job)
     if query.wait:
         await jobs.wait(found, query.wait)
+        services.keys.check(request.headers.get("authorization")).require("jobs")  # keys come and go
     return _document(services, found)
 
 
@@ -272,7 +275,7 @@ async def get_job(request: Request, job: str, query: Annotated[WaitQuery, Query(
 )
 @plain(_events)
 async def job_events() -> None:
-    """Events `step` and `job`: first how all stands, then each change, until the job has ended."""
+    """Events `step` and `job`: first how all stands, then each change, until the job has ended or the key does."""
     raise AssertionError("plain")
 
 

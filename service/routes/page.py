@@ -130,8 +130,9 @@ async def _events(scope: Scope, receive: Receive, send: Send) -> None:
     if not await begin_events(transfer):
         return
     gone = asyncio.ensure_future(transfer.watch_disconnect())
+    key_id = scope["state"]["principal"].key_id
     try:
-        while not (transfer.gone or gone.done()):
+        while services.keys.in_force(key_id) and not (transfer.gone or gone.done()):
             document = services.now.document(services, time.monotonic())
             await transfer.write(b"event: now\ndata: " + json.dumps(document).encode() + b"\n\n")
             if services.supervisor.draining:
@@ -150,7 +151,7 @@ async def _events(scope: Scope, receive: Receive, send: Send) -> None:
 )
 @plain(_events)
 async def now_events() -> None:
-    """An event `now` each second with the document of /now, until the client leaves or the service drains."""
+    """An event `now` each second with the document of /now, until client or key go or the service drains."""
     raise AssertionError("plain")
 
 

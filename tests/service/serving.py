@@ -44,6 +44,14 @@ class Site:
     app: Any
 
 
+def revoke(folder: Path, owner: str) -> None:
+    """Take the owner's keys out of force."""
+    path = folder / "keys.json"
+    for key in keys.read(path):
+        if key.owner == owner:
+            keys.revoke(path, key.id)
+
+
 @asynccontextmanager
 async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[Site]:
     """The application for the length of a block. Bob may keep 4096 bytes."""

@@ -105,6 +105,24 @@ def test_changes_take_effect_without_a_restart(path: Path) -> None:
     assert book.check(f"Bearer {other}").owner == "bob"
 
 
+def test_a_key_is_in_force_until_it_is_revoked_or_loses_its_scope(path: Path) -> None:
+    jobs, other = (keys.add(path, "alice", scopes=["jobs"])[0] for _ in range(2))
+    brief, _ = keys.add(path, "alice", expires=time.time() + 0.2)
+    clock = Clock()
+    book = Keys(settings(path), clock=clock)
+    assert all(book.in_force(key.id) for key in (jobs, other, brief))
+    assert book.in_force(jobs.id, "jobs")
+    assert not book.in_force(jobs.id, "gemm")
+    keys.revoke(path, other.id)
+    path.write_text(path.read_text().replace('"jobs"', '"tensors"'))
+    clock.now += 1.1
+    assert not book.in_force(other.id)
+    assert book.in_force(jobs.id)
+    assert not book.in_force(jobs.id, "jobs")
+    time.sleep(0.25)
+    assert not book.in_force(brief.id)
+
+
 def test_broken_file_leaves_the_last_good_keys(path: Path) -> None:
     _, token = keys.add(path, "alice")
     clock = Clock()

@@ -12,10 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
+from service import keys
 from service.jobs import decode
 from service.model import StepBody, validate
 from service.routes import jobs as jobs_routes
-from tests.service.serving import RAW, Site, serving
+from tests.service.serving import RAW, Site, revoke, serving
 from tests.service.storing import tensor
 from tests.service.test_jobs import ONE, TWO, A, B
 from tests.service.test_routes_tensors import put
@@ -255,6 +256,31 @@ class TestSee:
         await told_once.wait()
         await site.services.jobs.pause()
         assert events((await watching).text)[-1][1]["state"] == "running"
+
+    async def test_events_end_with_their_key(
+        self, site: Site, told_once: asyncio.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(keys, "_LOOK_SECONDS", 0.0)
+        site.computer.gate.clear()
+        location = (await post(site.ann, ONE, TWO)).headers["location"]
+        watching = asyncio.create_task(site.ann.get(f"{location}/events"))
+        await told_once.wait()
+        revoke(tmp_path, "ann")
+        site.computer.gate.set()
+        states = [event["state"] for _, event in events((await watching).text)]
+        assert states == ["running", "queued", "running"]
+
+    async def test_who_waits_is_told_nothing_once_the_key_has_ended(
+        self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(keys, "_LOOK_SECONDS", 0.0)
+        site.computer.gate.clear()
+        location = (await post(site.ann, ONE)).headers["location"]
+        waiting = asyncio.create_task(site.ann.get(location, params={"wait": 20}))
+        await asyncio.sleep(0.1)
+        revoke(tmp_path, "ann")
+        site.computer.gate.set()
+        assert (await waiting).status_code == 401
 
 
 class TestCancel:

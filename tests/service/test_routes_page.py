@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 
 from kernels import predict
-from service import results
+from service import keys, results
 from service.errors import ServiceError
+from service.routes import page
 from service.routes.page import FOLDER, files
 from tests.service.real import Service
-from tests.service.serving import serving
+from tests.service.serving import revoke, serving
 
 
 def test_the_page_is_whole_small_and_asks_no_other_host(service: Service) -> None:
@@ -112,6 +114,19 @@ def test_the_stream_ends_when_the_service_does(tmp_path: Path) -> None:
             assert service.stop() == 0
     finally:
         service.close()
+
+
+async def test_the_stream_ends_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "PERIOD", 0.02)
+    monkeypatch.setattr(keys, "_LOOK_SECONDS", 0.0)
+    async with serving(tmp_path) as site, asyncio.timeout(20):
+        monkeypatch.setattr(type(site.services.now), "document", lambda *_: {})
+        watching = asyncio.create_task(site.ann.get("/now/events"))
+        await asyncio.sleep(0.1)
+        assert not watching.done()
+        revoke(tmp_path, "ann")
+        assert (await watching).text.startswith("event: now\n")
+        assert (await site.ann.get("/now/events")).status_code == 401
 
 
 def test_a_timeline_is_what_the_command_prints(service: Service) -> None:
