@@ -327,10 +327,15 @@ class Session:
         self._go_on()
 
     async def _borrow(self, message: Borrow) -> None:
+        keys = self._services.keys
         try:
             principal = self._who()
             principal.require("tensors")
-            self._send(await self._loans.lend(principal.owner, message.name, message.id))
+            keys.enter(principal)
+            try:
+                self._send(await self._loans.lend(principal.owner, message.name, message.id))
+            finally:
+                keys.leave(principal)
         except Exception as error:  # As the gate has it: whatever was raised, the client gets an answer.
             self._refuse(message.id, error, "")
 

@@ -26,6 +26,7 @@ from service.client import AsyncClient, Client, Invalid, NotAllowed, Refused
 from service.client.shared import Shared
 from service.local.messages import (
     MAX_PACKET,
+    Borrow,
     Done,
     Hello,
     Multiply,
@@ -371,6 +372,14 @@ def test_keys_scopes_and_rates(tmp_path: Path) -> None:
             assert caught.value.retry_after
         with Client(one.url, key=other, retries=1) as client, pytest.raises(NotAllowed):
             client.gemm(A, B)
+
+
+def test_a_tensor_borrowed_is_a_request(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    token = keys.add(file, "ann", quota=keys.Quota(requests_per_second=0.01, concurrent_requests=1))[1]
+    with running(tmp_path / "data", "--keys-file", str(file)) as one, Raw(one.ready().data, token) as raw:
+        assert refusal(raw.ask(Borrow(1, "none")))[1] == "not_found"
+        assert refusal(raw.ask(Borrow(2, "none")))[1] == "quota"
 
 
 def test_a_key_that_is_revoked_ends_what_it_asked_for_before(tmp_path: Path) -> None:
