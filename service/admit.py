@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.batch import Queue, Work
+from service.batch import Queue, Rate, Work
 from service.errors import ServiceError
 
 
@@ -42,24 +42,39 @@ def admit(work: Work, queue: Queue, bounds: Bounds, now: float) -> None:
 class Rates:
     """FLOPs a second of each key, as a token bucket of one second's worth that may go into debt once.
 
-    So a product larger than a second's worth passes a full bucket, and then pays for it by waiting.
+    So a product larger than a second's worth passes a full bucket, and then pays for it by waiting. A quota that is
+    changed begins a bucket anew: one is never filled at another's rate.
     """
 
     def __init__(self) -> None:
-        self._tokens: dict[str, tuple[float, float]] = {}
+        self._buckets: dict[Rate, tuple[float, float]] = {}
 
-    def spend(self, owner: str, flops: float, rate: float, now: float) -> None:
+    def spend(self, rate: Rate, flops: float, now: float) -> None:
         """Take `flops` from the bucket or raise ServiceError quota with the seconds until it has some again."""
-        tokens, seen = self._tokens.get(owner, (rate, now))
-        tokens = min(rate, tokens + (now - seen) * rate)
-        if tokens < min(flops, rate):
+        wanted, tokens = min(flops, rate.flops_per_second), self._tokens(rate, now)
+        if tokens < wanted:
             raise ServiceError(
                 "quota",
                 "this key's FLOPs a second are used up",
-                limit=rate,
-                retry_after=max(1.0, (min(flops, rate) - tokens) / rate),
+                limit=rate.flops_per_second,
+                retry_after=max(1.0, (wanted - tokens) / rate.flops_per_second),
             )
-        self._tokens[owner] = (tokens - flops, now)
+        if rate not in self._buckets:
+            self._forget_full(now)
+        self._buckets[rate] = (tokens - flops, now)
+
+    def _tokens(self, rate: Rate, now: float) -> float:
+        """FLOPs in the bucket; below 0 they are owed."""
+        tokens, seen = self._buckets.get(rate, (rate.flops_per_second, now))
+        return min(rate.flops_per_second, tokens + (now - seen) * rate.flops_per_second)
+
+    def _forget_full(self, now: float) -> None:
+        """A full bucket is as one never seen, and keys come and go."""
+        self._buckets = {
+            rate: bucket
+            for rate, bucket in self._buckets.items()
+            if self._tokens(rate, now) < rate.flops_per_second
+        }
 
 
 class Estimate:

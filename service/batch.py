@@ -30,10 +30,18 @@ def _any(work: Work) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A key's quota on FLOPs a second; `key` is its id."""
+
+    key: str
+    flops_per_second: float
+
+
 @dataclass(slots=True, eq=False)
 class Work:
     """One GEMM on its way. `seconds` is its estimated time on the device; times are CLOCK_MONOTONIC seconds;
-    `flops_per_second` is the quota of the key that sent it.
+    `rate` is the quota that its FLOPs are taken from when it is admitted, None for none.
 
     `trace` is the id of the trace that it belongs to, "" for none.
 
@@ -51,7 +59,7 @@ class Work:
     owner: str = ""
     priority: int = DEFAULT_PRIORITY
     deadline: float | None = None
-    flops_per_second: float | None = None
+    rate: Rate | None = None
     seconds: float = 0.0
     arrived: float = 0.0
     retries: int = 0

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from service import audit
+from service.batch import Rate
 from service.errors import ServiceError
 from service.logs import Log
 from service.settings import Settings, SettingsError
@@ -73,6 +74,12 @@ class Principal:
     scopes: frozenset[str] = SCOPES
     key_id: str = ""
     quota: Quota = Quota()
+
+    @property
+    def rate(self) -> Rate | None:
+        """Its quota on FLOPs a second, which admission holds."""
+        most = self.quota.flops_per_second
+        return None if most is None else Rate(self.key_id, most)
 
     def may(self, scope: str) -> bool:
         """Whether the key has `scope`; admin has them all."""

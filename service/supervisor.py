@@ -256,8 +256,8 @@ class Supervisor:
             if lost := self.kept.refusal(work.stored):
                 raise lost
             admit(work, self.queue, self.options.bounds, began)
-            if work.flops_per_second is not None:
-                self._rates.spend(work.owner, work.flops, work.flops_per_second, began)
+            if work.rate is not None:
+                self._rates.spend(work.rate, work.flops, began)
         except ServiceError as refusal:
             refusal.stage = "admit"
             work.release()

@@ -48,7 +48,7 @@ def work_of(services: Services, request: GemmRequest, principal: Principal) -> W
         c=request.c.operand if request.c is not None else None,
         bias=request.bias.operand if request.bias is not None else None,
         owner=principal.owner,
-        flops_per_second=principal.quota.flops_per_second,
+        rate=principal.rate,
         priority=request.priority or DEFAULT_PRIORITY,
         deadline=request.deadline,
         release=release,

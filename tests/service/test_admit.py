@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.admit import Bounds, Estimate, Rates, admit
-from service.batch import Limits, Queue
+from service.batch import Limits, Queue, Rate
 from service.errors import ServiceError
 from service.messages import Operand
 from tests.service.works import work
@@ -63,21 +63,41 @@ def test_an_estimate_comes_closer_to_what_was_seen() -> None:
     assert estimate.seconds(1e9, 0) == pytest.approx(0.004, rel=0.05)
 
 
+RATE = Rate("1", 100.0)
+
+
 def test_a_keys_flops_a_second_are_spent_and_come_back() -> None:
     rates = Rates()
     for _ in range(4):
-        rates.spend("ann", 25.0, 100.0, now=1.0)
+        rates.spend(RATE, 25.0, now=1.0)
     with pytest.raises(ServiceError) as caught:
-        rates.spend("ann", 50.0, 100.0, now=1.1)
+        rates.spend(RATE, 50.0, now=1.1)
     assert (caught.value.status, caught.value.code, caught.value.limit) == (429, "quota", 100.0)
-    rates.spend("bob", 50.0, 100.0, now=1.1)
-    rates.spend("ann", 50.0, 100.0, now=1.5)
+    rates.spend(RATE, 50.0, now=1.5)
+
+
+def test_keys_of_one_owner_and_quotas_of_one_key_have_buckets_of_their_own() -> None:
+    rates, other = Rates(), Rate("2", 1e4)
+    rates.spend(other, 2e4, now=1.0)
+    rates.spend(RATE, 100.0, now=1.0)
+    for now in (1.1, 1.2, 1.3):
+        rates.spend(Rate("1", 1e4), 1e3, now=now)
+        with pytest.raises(ServiceError):
+            rates.spend(RATE, 50.0, now=now)
+    rates.spend(RATE, 50.0, now=1.5)
+
+
+def test_a_bucket_is_forgotten_once_it_is_full() -> None:
+    rates = Rates()
+    for key in range(50):
+        rates.spend(Rate(str(key), 100.0), 150.0, now=float(key))
+    assert len(rates._buckets) == 2
 
 
 def test_a_product_beyond_a_seconds_worth_passes_once_and_is_paid_for() -> None:
     rates = Rates()
-    rates.spend("ann", 1000.0, 100.0, now=0.0)
+    rates.spend(RATE, 1000.0, now=0.0)
     with pytest.raises(ServiceError) as caught:
-        rates.spend("ann", 1.0, 100.0, now=8.0)
+        rates.spend(RATE, 1.0, now=8.0)
     assert caught.value.retry_after == pytest.approx(1.01)
-    rates.spend("ann", 1.0, 100.0, now=9.1)
+    rates.spend(RATE, 1.0, now=9.1)

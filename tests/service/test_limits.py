@@ -36,6 +36,7 @@ OTHER = {
     "rate",
     "largest",
     "most",
+    "rate.flops_per_second",
     "region.nbytes",
     "nbytes",
     "limit",

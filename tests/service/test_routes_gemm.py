@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from service import keys
+from service.batch import Rate
 from service.errors import ServiceError
 from tests.service.serving import RAW, Site, serving
 
@@ -110,3 +111,16 @@ async def test_what_never_fits_into_the_store_is_413_with_field_and_limit(tmp_pa
 def _idle(site: Site) -> bool:
     held = site.services.slots.bytes_by_state
     return held["request"] == held["reply"] == 0
+
+
+async def test_flops_are_taken_from_the_quota_of_the_key_that_asks(tmp_path: Path) -> None:
+    async with serving(tmp_path) as site:
+        rates = []
+        for most in (1e3, 1e6):
+            key, token = keys.add(tmp_path / "keys.json", "ann", quota=keys.Quota(flops_per_second=most))
+            rates.append(Rate(key.id, most))
+            site.services.keys._looked = float("-inf")
+            reply = await site.ann.post("/gemm", json=PRODUCT, headers={"authorization": f"Bearer {token}"})
+            assert reply.status_code == 200
+        await site.ann.post("/gemm", json=PRODUCT)
+        assert [work.rate for work in site.computer.submitted] == [*rates, None]
