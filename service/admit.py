@@ -49,19 +49,24 @@ class Rates:
     def __init__(self) -> None:
         self._buckets: dict[Rate, tuple[float, float]] = {}
 
+    def wait(self, rate: Rate, flops: float, now: float) -> float:
+        """Seconds until the bucket permits `flops`, if nobody takes from it meanwhile; 0 where it does now."""
+        wanted = min(flops, rate.flops_per_second)
+        return max(0.0, (wanted - self._tokens(rate, now)) / rate.flops_per_second)
+
     def spend(self, rate: Rate, flops: float, now: float) -> None:
         """Take `flops` from the bucket or raise ServiceError quota with the seconds until it has some again."""
-        wanted, tokens = min(flops, rate.flops_per_second), self._tokens(rate, now)
-        if tokens < wanted:
+        wait = self.wait(rate, flops, now)
+        if wait:
             raise ServiceError(
                 "quota",
                 "this key's FLOPs a second are used up",
                 limit=rate.flops_per_second,
-                retry_after=max(1.0, (wanted - tokens) / rate.flops_per_second),
+                retry_after=max(1.0, wait),
             )
         if rate not in self._buckets:
             self._forget_full(now)
-        self._buckets[rate] = (tokens - flops, now)
+        self._buckets[rate] = (self._tokens(rate, now) - flops, now)
 
     def _tokens(self, rate: Rate, now: float) -> float:
         """FLOPs in the bucket; below 0 they are owed."""

@@ -44,7 +44,8 @@ class Quota:
 
     The gate holds `requests_per_second` (with a burst of one second's worth), `concurrent_requests` and
     `bytes_per_second` of bodies in and out (a second's worth may be owed: what a reply takes is known when it has
-    left); admission holds `flops_per_second`, the store `store_bytes` (of all keys of the owner).
+    left); admission holds `flops_per_second`, for which steps of jobs wait, the store `store_bytes` (of all keys of the
+    owner).
     """
 
     requests_per_second: float | None = None

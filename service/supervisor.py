@@ -78,6 +78,7 @@ class Supervisor:
         self.queue = Queue(options.limits)
         self.tally = Tally(metrics)
         self.draining = False
+        self.rates = Rates()
         #: Called with each batch's works and how it went, for whoever shows it.
         self.watchers: list[Callable[[tuple[Work, ...], BatchDone], None]] = []
         self.regions = Regions(most=0, share=0) if regions is None else regions
@@ -86,7 +87,6 @@ class Supervisor:
         self._waiting: dict[int, _Waiting] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._orphaned = 0.0
-        self._rates = Rates()
         spots = places(options.workers, os.environ)
         awake = seconds_for(len(spots), cores()) if options.awake is None else options.awake
         self._awake = WakefulLoop(awake)
@@ -257,7 +257,7 @@ class Supervisor:
                 raise lost
             admit(work, self.queue, self.options.bounds, began)
             if work.rate is not None:
-                self._rates.spend(work.rate, work.flops, began)
+                self.rates.spend(work.rate, work.flops, began)
         except ServiceError as refusal:
             refusal.stage = "admit"
             work.release()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from service.batch import Rate
 from service.errors import ServiceError
 from service.formats import Tensor, numbers
 from service.jobs.model import Input, Spec
@@ -65,11 +66,15 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose job it is, how many bytes of tensors and results that owner may keep, and whether under handles."""
+    """Whose job it is, how many bytes of tensors and results that owner may keep, and whether under handles.
+
+    `rate` is the quota that the steps' FLOPs are taken from.
+    """
 
     name: str
     share: int | None = None
     writes: bool = True
+    rate: Rate | None = None
 
 
 @dataclass(slots=True)
@@ -101,7 +106,7 @@ async def decode(
 ) -> Draft:
     """Check a body of `size` bytes of JSON and hold what it needs, inline operands saved."""
     bodies = list(_bodies(value, limits))
-    decoder = _Decoder(Draft(owner.name), size, store, limits, now, writes=owner.writes)
+    decoder = _Decoder(Draft(owner.name), size, store, limits, now, owner)
     try:
         for position, body in enumerate(bodies):
             with _at(position):
@@ -147,10 +152,10 @@ class _Decoder:
     """One job's body, step by step."""
 
     def __init__(
-        self, draft: Draft, size: int, store: TensorStore, limits: Limits, now: float, *, writes: bool
+        self, draft: Draft, size: int, store: TensorStore, limits: Limits, now: float, owner: Owner
     ) -> None:
         self.draft = draft
-        self.writes = writes
+        self.owner = owner
         self.size = size
         self.store = store
         self.limits = limits
@@ -165,7 +170,7 @@ class _Decoder:
         if body.id in self.results:
             raise ServiceError("invalid", f"id: {body.id!r} names an earlier step already", field="id")
         handle = body.out.handle if isinstance(body.out, Handle) else None
-        if handle is not None and not self.writes:
+        if handle is not None and not self.owner.writes:
             raise ServiceError("forbidden", "out: this key lacks the scope 'tensors'", field="out")
         if handle is not None and handle in self.written:
             raise ServiceError("invalid", f"out: another step writes to {handle!r}", field="out")
@@ -260,4 +265,6 @@ class _Decoder:
             ttl_seconds=body.ttl_seconds,
             deadline=None if body.deadline_ms is None else self.now + body.deadline_ms / 1e3,
             priority=body.priority,
+            rate=self.owner.rate,
+            flops=float(made.flops),
         )

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from service.arena import Slots
+from service.batch import Rate
 from service.errors import ServiceError
 from service.jobs.decode import Draft, Limits, Owner, decode
+from service.jobs.line import Line
 from service.jobs.model import DONE, Job, rows_of
 from service.jobs.runner import Parts, Runner, Supervisor
 from service.journal import JobRow, Journal, Key, KeySeen
@@ -61,6 +63,7 @@ class Jobs:
             services.supervisor,
             self.journal,
             asyncio.Semaphore(ACTIVE_STEPS),
+            Line(services.supervisor.rates),
             clock,
         )
         self._jobs: dict[str, Job] = {}
@@ -140,10 +143,12 @@ class Jobs:
         *,
         share: int | None = None,
         writes: bool = True,
+        rate: Rate | None = None,
     ) -> Job:
         """The job of this body: a new one once it is durable, or that which the key made before.
 
         `share` bounds the bytes of tensors and results that the owner keeps; results get names where it `writes`.
+        Its steps wait until `rate` permits their FLOPs.
         """
         now = self.clock()
         known = None
@@ -152,7 +157,7 @@ class Jobs:
             earlier = await self.journal.replay(known, now)
             if earlier is not None:
                 return await self.find(owner, earlier)
-        who = Owner(owner, share, writes)
+        who = Owner(owner, share, writes, rate)
         async with parsing(body) as document:
             draft = await decode(document, len(body), who, self.store, self.limits, now)
         try:

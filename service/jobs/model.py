@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from service.batch import Rate
 from service.journal import JobRow, StepRow
 from service.messages import Params
 
@@ -31,7 +32,8 @@ class Input(msgspec.Struct, frozen=True):
 class Spec(msgspec.Struct, frozen=True):
     """What a step computes. `inputs` by operand name; the result of `dtype` and `shape` goes to `handle`.
 
-    `deadline` is seconds of the epoch: it holds across a restart.
+    `deadline` is seconds of the epoch: it holds across a restart, as `rate` does, the quota of the key that handed the
+    job in, from which its `flops` are taken.
     """
 
     id: str
@@ -43,6 +45,8 @@ class Spec(msgspec.Struct, frozen=True):
     ttl_seconds: float | None = None
     deadline: float | None = None
     priority: int = 0
+    rate: Rate | None = None
+    flops: float = 0.0
 
     @property
     def needs(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ before the step counts as done. What passes (no worker yet, a full queue, no roo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,11 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from service import audit
+from service.admit import Rates
 from service.arena import Slot, Slots
 from service.batch import DEFAULT_PRIORITY, Work
 from service.errors import ServiceError
 from service.formats import Tensor
-from service.jobs.model import CANCELLED, DONE, FAILED, QUEUED, RUNNING, SKIPPED, Job, Step
+from service.jobs.line import Line
+from service.jobs.model import CANCELLED, DONE, FAILED, QUEUED, RUNNING, SKIPPED, Job, Spec, Step
 from service.journal import Journal, LeaseLost, Progress, StepRow
 from service.messages import Operand
 from service.outcome import Outcome
@@ -43,19 +46,24 @@ class Supervisor(Protocol):
     def ready(self) -> bool: ...
     @property
     def draining(self) -> bool: ...
+    @property
+    def rates(self) -> Rates: ...
     def work_id(self) -> int: ...
     async def submit(self, work: Work) -> Outcome: ...
 
 
 @dataclass(slots=True)
 class Parts:
-    """What a runner works with. `permits` bounds the steps that hold memory at once, over all jobs."""
+    """What a runner works with. `permits` bounds the steps that hold memory at once, over all jobs; in `line` steps
+    wait for their keys' quotas.
+    """
 
     store: TensorStore
     slots: Slots
     supervisor: Supervisor
     journal: Journal
     permits: asyncio.Semaphore
+    line: Line
     clock: Callable[[], float]
 
 
@@ -253,6 +261,7 @@ class Runner:
 
     async def _step(self, step: Step) -> Ending:
         """Compute a step, trying again what may pass."""
+        await self._pay(step.spec)
         async with self.parts.permits:
             began = time.monotonic()
             count = 0
@@ -272,6 +281,21 @@ class Runner:
                 if code == "no_worker":
                     await self._worker()
                 count += 1
+
+    async def _pay(self, spec: Spec) -> None:
+        """Wait until the key's quota permits the step's FLOPs: the job was accepted, so it isn't refused for them.
+
+        A step whose deadline passes meanwhile takes none, for it is refused when it is admitted.
+        """
+        if spec.rate is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._remaining(spec)):
+                await self.parts.line.pay(spec.rate, spec.flops, self.stop)
+
+    def _remaining(self, spec: Spec) -> float | None:
+        """Seconds until the step's deadline; None without one."""
+        return None if spec.deadline is None else spec.deadline - self.parts.clock()
 
     async def _worker(self) -> None:
         """Wait for one, as long as it takes: the job was accepted."""
@@ -338,9 +362,7 @@ class Runner:
             held.release()
 
         spec = step.spec
-        deadline = None
-        if spec.deadline is not None:
-            deadline = time.monotonic() + spec.deadline - self.parts.clock()
+        remaining = self._remaining(spec)
         operands: dict[str, Any] = {name: pin.operand for name, pin in pins.items()}
         return Work(
             id=self.parts.supervisor.work_id(),
@@ -348,7 +370,7 @@ class Runner:
             params=spec.params,
             owner=self.job.owner,
             priority=spec.priority or DEFAULT_PRIORITY,
-            deadline=deadline,
+            deadline=None if remaining is None else time.monotonic() + remaining,
             release=release,
             **operands,
         )

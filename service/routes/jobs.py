@@ -130,7 +130,9 @@ async def _post(scope: Scope, receive: Receive, send: Send) -> None:
         share, writes = principal.quota.store_bytes, principal.may("tensors")
         transfer.bound(limit)
         async with json_text(transfer, services, owner, limit) as text:
-            job = await jobs.accept(owner, text, _key(transfer), share=share, writes=writes)
+            job = await jobs.accept(
+                owner, text, _key(transfer), share=share, writes=writes, rate=principal.rate
+            )
     location = (b"location", f"/jobs/{job.id}".encode())
     await send_json(transfer, _document(services, job), [location], status=202)
 
@@ -233,7 +235,10 @@ _PATH_STEP: dict[str, Any] = {**_PATH_JOB, "name": "step"}
 )
 @plain(_post)
 async def post_job() -> None:
-    """Answers once inputs and job are durable: from then on it ends right, whatever happens."""
+    """Answers once inputs and job are durable: from then on it ends right, whatever happens.
+
+    Steps wait until the key's quota on FLOPs a second permits them.
+    """
     raise AssertionError("plain")
 
 

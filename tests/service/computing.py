@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from service.admit import Rates
 from service.arena import Slots
 from service.batch import Work
 from service.errors import ServiceError
@@ -35,6 +36,7 @@ class Computer:
     submitted: list[Work] = field(default_factory=list)
     computed: int = 0
     ids: int = 0
+    rates: Rates = field(default_factory=Rates)
 
     def __post_init__(self) -> None:
         self.gate.set()

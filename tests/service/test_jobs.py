@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.admit import Rates
+from service.batch import Rate
 from service.errors import ServiceError
 from service.formats import numbers
-from service.jobs import Job, runner
+from service.jobs import Job, jobs, runner
+from service.jobs.line import Line
 from service.jobs.model import Input, Spec, rows_of
 from service.journal import JobRow, StepRow
 from service.messages import Params
@@ -457,6 +460,70 @@ class TestCancel:
             job = await run(front, ONE)
             await front.jobs.cancel(job)
             assert job.state == "done"
+
+
+class TestQuota:
+    """Steps take 120 FLOPs each."""
+
+    MANY = tuple({**ONE, "id": f"s{n}"} for n in range(12))
+    SLOW = Rate("1", 0.1)  # which one step owes for 20 minutes
+
+    async def begin(self, front: Front, *steps: dict[str, Any], owner: str = "ann", **options: Any) -> Job:
+        job = await front.jobs.accept(owner, body(*steps), None, **options)
+        await front.jobs.wait(job, 0.1)
+        return job
+
+    async def test_steps_wait_until_it_permits_them(self, settings: Settings) -> None:
+        async with open_front(settings) as front:
+            began = time.monotonic()
+            job = await self.begin(front, *self.MANY, rate=Rate("1", 1200.0))
+            await front.jobs.wait(job, 60)
+            assert (job.state, len(front.computer.submitted)) == ("done", 12)
+            assert time.monotonic() - began > 0.19
+
+    async def test_each_has_its_turn(self) -> None:
+        rate, stop, paid = Rate("1", 1e4), asyncio.Event(), []
+        line = Line(Rates())
+
+        async def pay(flops: float) -> None:
+            await line.pay(rate, flops, stop)
+            paid.append(flops)
+
+        await asyncio.gather(*map(pay, (1e4, 2e3, 10.0)))
+        assert paid == [1e4, 2e3, 10.0]
+
+    async def test_who_waits_for_it_keeps_nobody_else(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(jobs, "ACTIVE_STEPS", 1)
+        async with open_front(settings) as front:
+            job = await self.begin(front, *self.MANY, rate=self.SLOW)
+            assert sorted(states(job).values()) == ["done"] + ["running"] * 11
+            slots = front.store.contents.memory.slots
+            assert slots.bytes_by_state["request"] == slots.bytes_by_state["reply"] == 0
+            other = await self.begin(front, ONE, owner="bob", rate=Rate("2", 1e3))
+            await front.jobs.wait(other, 20)
+            assert other.state == "done"
+            await front.jobs.cancel(job)
+            assert job.state == "cancelled"
+
+    async def test_outlives_a_restart_which_does_not_wait_for_it(self, settings: Settings) -> None:
+        async with open_front(settings) as front:
+            job = await self.begin(front, *self.MANY[:3], rate=self.SLOW)
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+        async with open_front(settings) as front:
+            found = await front.jobs.find("ann", job.id)
+            await front.jobs.wait(found, 0.1)
+            assert sorted(states(found).values()) == ["done", "done", "running"]
+
+    async def test_a_deadline_passes_meanwhile(self, settings: Settings) -> None:
+        async with open_front(settings) as front:
+            await self.begin(front, ONE, rate=self.SLOW)
+            front.computer.refusals.append("deadline")
+            job = await self.begin(front, {**ONE, "deadline_ms": 20}, rate=self.SLOW)
+            await front.jobs.wait(job, 20)
+            assert (job.state, job.steps["one"].row.code) == ("failed", "deadline")
 
 
 class TestRestart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,15 @@ class TestPost:
         await ended(site.bob, await post(site.bob, half))
         reply = await post(site.bob, {**half, "id": "t"})
         assert (reply.status_code, reply.json()["code"]) == (429, "quota")
+
+    async def test_flops_are_taken_from_the_quota_of_the_key(self, site: Site, tmp_path: Path) -> None:
+        token = keys.add(tmp_path / "keys.json", "ann", quota=keys.Quota(flops_per_second=1200))[1]
+        site.services.keys._looked = float("-inf")
+        began = time.monotonic()
+        steps = ({**ONE, "id": f"s{n}"} for n in range(12))  # 120 FLOPs each
+        told = await ended(site.ann, await post(site.ann, *steps, authorization=f"Bearer {token}"))
+        assert told["state"] == "done"
+        assert time.monotonic() - began > 0.19
 
     async def test_while_the_service_shuts_down(self, site: Site) -> None:
         await site.services.jobs.pause()
