@@ -103,7 +103,7 @@ class Regions:
             )
         if self._by_owner[owner] + nbytes > self.share:
             raise ServiceError(
-                "no_room", "this key lends as many bytes of its memory as it may", limit=self.share
+                "no_room", "this owner lends as many bytes of its memory as it may", limit=self.share
             )
         self._numbers += 1
         region = Region(self._numbers, nbytes, owner, self._gone, descriptor=descriptor)

@@ -208,13 +208,14 @@ class Settings(BaseModel):
         1e14, gt=0, allow_inf_nan=False, description="Most FLOPs (2·M·N·K·batch) of one product, above 0"
     )
     key_bytes: Bytes = Field(
-        0, description="Arena bytes one key may hold at once; 0: half the arena with keys, all of it without"
+        0,
+        description="Arena bytes one owner may hold at once; 0: half the arena with keys, all of it without",
     )
     store_memory_bytes: Bytes = Field(0, description="Stored tensors kept in the arena; 0: half the arena")
     store_disk_bytes: Bytes = Field(64 * _GIB, description="Stored tensors kept on disk")
 
     local_bytes: Bytes = Field(
-        0, description="Memory that local clients of one key may lend at once; 0: half the memory limit"
+        0, description="Memory that local clients of one owner may lend at once; 0: half the memory limit"
     )
 
     # Queue and batches.

@@ -215,14 +215,16 @@ _PATH_STEP: dict[str, Any] = {**_PATH_JOB, "name": "step"}
         409: {"description": "The first request with this Idempotency-Key is still arriving"},
         413: {"description": "The body, or its operands and results, are above the limit"},
         415: {"description": "The Content-Type isn't application/json"},
-        422: {"description": "The job is invalid, or the key came with another body before"},
+        422: {"description": "The job is invalid, or its Idempotency-Key came with another body before"},
         503: {"description": "The service shuts down, or what keeps jobs can't be written or reached"},
         507: {"description": "There is no room"},
     },
     openapi_extra={
         "parameters": [
             header_parameter(
-                "Idempotency-Key", "For 24 hours the same body makes no second job; another body is refused"
+                "Idempotency-Key",
+                "For 24 hours, whichever key of the owner comes with it, the same body makes no second job; "
+                "another body is refused",
             )
         ],
         "requestBody": {
@@ -244,7 +246,7 @@ async def post_job() -> None:
 
 @router.get("/jobs", summary="List jobs", response_model=JobPage)
 async def list_jobs(request: Request, query: Annotated[PageQuery, Query()]) -> Any:
-    """Newest first, those of this key."""
+    """Newest first, those of the key's owner."""
     services, jobs, owner = _parts(request.scope)
     found = await jobs.page(owner, query.after, query.limit + 1)
     page, more = found[: query.limit], len(found) > query.limit

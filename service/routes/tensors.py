@@ -249,7 +249,7 @@ async def delete_tensor() -> None:
 
 @router.get("/tensors", summary="List the stored tensors", response_model=TensorPage)
 async def list_tensors(request: Request, query: Annotated[PageQuery, Query()]) -> Any:
-    """By name, those of this key."""
+    """By name, those of the key's owner."""
     services: Services = request.app.state.services
     entries, following = await services.store.entries(request.state.principal.owner, query.after, query.limit)
     return {"tensors": [told(entry) for entry in entries], "next": following}

@@ -118,6 +118,20 @@ class TestPost:
         await ended(site.bob, elsewhere)
         assert site.computer.computed == 2
 
+    async def test_an_idempotency_key_is_the_owners_so_that_it_outlives_a_key_that_is_rotated(
+        self, site: Site, tmp_path: Path
+    ) -> None:
+        first = await post(site.ann, ONE, **KEY)
+        old = next(key for key in keys.read(tmp_path / "keys.json") if key.owner == "ann")
+        token = keys.rotate(tmp_path / "keys.json", old.id)[1]
+        site.services.keys._looked = float("-inf")
+        again = await post(site.ann, ONE, **KEY, authorization=f"Bearer {token}")
+        assert again.headers["location"] == first.headers["location"]
+        document = site.app.openapi()["paths"]["/jobs"]
+        told = next(one for one in document["post"]["parameters"] if one["name"] == "Idempotency-Key")
+        assert "whichever key of the owner" in told["description"]
+        assert document["get"]["description"].endswith("those of the key's owner.")
+
     async def test_idempotency_while_the_first_arrives(self, site: Site) -> None:
         begun, go = asyncio.Event(), asyncio.Event()
         text = json.dumps({"steps": [ONE]}).encode()
