@@ -23,6 +23,46 @@ ALIGNED = 256  # bytes; what cuBLAS may choose an algorithm by
 _flags = threading.RLock()
 
 
+# Of one H200 (suite.json, ladder.json; tests/kernels/test_cublas.py holds the estimates against them).
+EFFICIENCY = 0.685  # of the peak, sustained under the power cap
+RAGGED_EFFICIENCY = 0.15  # where rows of A, B or D don't start at 16 bytes
+READ_SHARE = 0.85
+LAUNCH_SECONDS = 2e-6
+PASS_SECONDS = 1.5e-6  # a wave's epilogue; the pass that adds the parts of a divided K
+PAD_SECONDS = 8e-6  # zeros, and copies of A and D
+LEAST_K = 512  # of a part
+SOFT = 2.9  # of the times of memory and of products the longer counts, a little more where they are equal
+
+
+def _call_seconds(problem: Problem, device: Device, m: int, batch: int) -> float:
+    """Of a call with M rows: launch, then about the longer of two times, the bytes' and the products'.
+
+    Products go in waves of 128×256 tiles. What fills no wave is computed in tiles of 64×64, which divide K until they
+    occupy every SM, or a part is short.
+    """
+    n, k = problem.n, problem.k
+    a, b, _, d = problem.leading
+    ragged = (
+        a * problem.dtype.itemsize | b * problem.dtype.itemsize | d * problem.out_dtype.itemsize
+    ) % 16 != 0
+    kind = "tf32" if problem.precision is Precision.TF32 and problem.dtype is DType.FP32 else problem.dtype
+    rate = (RAGGED_EFFICIENCY if ragged else EFFICIENCY) * device.peak_flops.get(str(kind), 1e12)
+    tiles = -(-m // 128) * -(-n // 256) * max(batch, 1)
+    if tiles >= device.sms:
+        passes = -(-tiles // device.sms)
+        work = passes * device.sms * 2.0 * 128 * 256 * k / rate
+    else:
+        small = max(1, -(-m // 64) * -(-n // 64) * batch)
+        parts = max(1, min(-(-k // LEAST_K), device.sms // small))
+        passes = 2 if parts > 1 else 1
+        work = max(small, device.sms / parts) * 2.0 * 64 * 64 * k / rate
+    layers = 1 if problem.b_broadcast else batch
+    read = ((1 if problem.a_broadcast else batch) * m * k + layers * k * n) * problem.dtype.itemsize
+    moved = read + batch * m * n * problem.out_dtype.itemsize
+    memory = moved / (READ_SHARE * device.bandwidth)
+    return LAUNCH_SECONDS + PASS_SECONDS * passes + float((work**SOFT + memory**SOFT) ** (1 / SOFT))
+
+
 @dataclass(frozen=True, slots=True)
 class Cublas:
     """cuBLAS, through torch, as a variant of the selector."""
@@ -44,29 +84,15 @@ class Cublas:
         return "cuBLAS does not run on the virtual GPU" if device.virtual else None
 
     def seconds(self, problem: Problem, device: Device) -> float:
-        """Waves of 128×256 tiles at the sustained rate, or the bytes; more of both in blocks of rows.
-
-        On one H200 cuBLAS sustains 0.66 to 0.72 of the peak under the power cap, 0.15 where rows of D don't start
-        at 16 bytes, and spends 1.5 µs a wave on its epilogue.
-        """
-        dtype = (
-            "tf32" if problem.precision is Precision.TF32 and problem.dtype is DType.FP32 else problem.dtype
-        )
-        peak = device.peak_flops.get(str(dtype), 1e12)
-        tiles = -(-problem.m // 128) * -(-problem.n // 256) * max(problem.batch, 1)
-        waves = -(-tiles // device.sms)
-        ragged = problem.leading[3] * problem.out_dtype.itemsize % 16 != 0
-        work = waves * device.sms * 2.0 * 128 * 256 * problem.k / ((0.15 if ragged else 0.69) * peak)
-        moved = problem.bytes_read + problem.bytes_written
-        seconds = 4e-6 + max(work + 1.5e-6 * waves, moved / (0.85 * device.bandwidth))
+        """One call, or one for each block of rows and the copies that pad them."""
+        plain = _call_seconds(problem, device, problem.m, problem.batch)
         if not problem.batch_invariant:
-            return seconds
+            return plain
         blocks = -(-problem.m // BLOCK_ROWS) * problem.batch
-        one = max(
-            2.0 * BLOCK_ROWS * problem.n * problem.k / (0.7 * peak),
-            problem.k * problem.n * problem.dtype.itemsize / (0.85 * device.bandwidth),
-        )
-        return blocks * (4e-6 + one) + 3 * moved / device.bandwidth
+        moved = problem.bytes_read + problem.bytes_written
+        padding = PAD_SECONDS * problem.batch if problem.m % BLOCK_ROWS else 0.0
+        calls = blocks * _call_seconds(problem, device, BLOCK_ROWS, 1)
+        return max(plain, calls + padding) + 3 * moved / device.bandwidth
 
     def order(self, problem: Problem) -> str | None:
         """One class: calls of one shape."""
