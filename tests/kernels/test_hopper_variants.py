@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from kernels.device import B200, H200
 from kernels.hopper.tilings import INPUTS, RESERVED_BYTES, SMEM_BYTES, Member, Tiling, grouped_function
 from kernels.hopper.variants import Step9, candidates, grouped, variants
 from kernels.problem import DType, Epilogue, Problem
-from kernels.selector import choose
+from kernels.selector import choose, invariant_class
 
 FAMILY = variants()
 BASE = FAMILY[0]
@@ -141,6 +142,18 @@ def test_own_kernels_run_where_they_are_meant_to(shape: tuple[int, int, int], in
 def test_the_quickest_of_those_timed_for_few_rows_is_chosen(m: int, n: int, k: int, best: str) -> None:
     layer = Problem(m, n, k, trans_b=True, batch_invariant=False)
     assert choose(layer, H200, variants=FAMILY).variant == f"step9-{best}"
+
+
+def test_the_class_of_equal_bits_follows_n_and_k_whatever_the_layout() -> None:
+    """One row lies along K and across it at once: were the class another by layout, it would be another by M."""
+    for n, k in itertools.product((64, 576, 1026, 4096, 16384), (512, 2304, 9216, 16306, 65536)):
+        found = {
+            invariant_class(
+                Problem(1, n, k, trans_a=trans_a, trans_b=trans_b), H200, variants=(*FAMILY, Cublas())
+            )
+            for trans_a, trans_b in itertools.product((False, True), (False, True))
+        }
+        assert len(found) == 1, (n, k)
 
 
 @pytest.mark.parametrize("m", [40, 72, 100, 129, 150, 180, 200])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.device import Device
-from kernels.problem import Epilogue, Problem, Unsupported
+from kernels.problem import DType, Epilogue, Precision, Problem, Unsupported
 from kernels.selector import CANONICAL_ROWS, Reason, choose, invariant_class, table_key
 
 GPU = Device("test", "sm_90a", sms=4)
@@ -120,3 +121,23 @@ def test_another_class_serves_where_nothing_in_it_can() -> None:
     choice = choose(problem, GPU, variants=[one, SPLIT], barred={"one": "it hung"}, invariant_order="serial")
     assert choice.variant == "split"
     assert choice.reason in (Reason.FALLBACK, Reason.ESTIMATE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"ldd": 65},
+        {"aligned": 8},
+        {"trans_b": True},
+        {"out_dtype": DType.FP32},
+        {"batch_invariant": False},
+    ],
+    ids=str,
+)
+def test_a_time_is_kept_for_what_it_was_measured_of(other: dict[str, Any]) -> None:
+    plain = Problem(64, 64, 64)
+    assert table_key("reference-cublas", plain) != table_key("reference-cublas", replace(plain, **other))
+    assert table_key("step9-64x64", plain) == table_key("step9-64x64", replace(plain, batch_invariant=False))
+    exact = replace(plain, dtype=DType.FP32, out_dtype=DType.FP32)
+    tf32 = replace(exact, precision=Precision.TF32)
+    assert table_key("reference-cublas", exact) != table_key("reference-cublas", tf32)
