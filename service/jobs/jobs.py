@@ -74,14 +74,14 @@ class Jobs:
     # Life
 
     async def start(self) -> None:
-        """Run what was accepted before."""
+        """Run what was accepted before; where the folder can't be written, only show it."""
         unfinished = await self.journal.start()
+        for row in unfinished:
+            self._launch(Job.of(row))
         if not self.store.writable:
             return
         if unfinished:
             logger.info("%d jobs go on", len(unfinished))
-        for row in unfinished:
-            self._launch(Job.of(row))
         self._sweeper = asyncio.create_task(self._sweep_often())
 
     async def pause(self) -> None:
@@ -184,17 +184,27 @@ class Jobs:
         return job
 
     def _launch(self, job: Job) -> None:
-        if self.pausing:
-            return
+        """Run it, unless that is for the next start."""
+        self._jobs[job.id] = job
+        if self.store.writable and not self.pausing:
+            self._run(job)
+
+    def _run(self, job: Job) -> tuple[Runner, asyncio.Task[None]]:
         runner = Runner(job, self._parts)
         task = asyncio.create_task(runner.run())
         self._jobs[job.id] = job
         self._runs[job.id] = (runner, task)
         task.add_done_callback(lambda task: self._ended(job, task))
+        return runner, task
 
     def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
         del self._runs[job.id]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(
+            error, ServiceError
+        ):  # its cancellation couldn't be recorded, as who asked for it is told
+            self._launch(job)
+        elif error is not None:
             logger.error("the run of job %s failed; it goes on after a restart", job.id, exc_info=error)
         if job.ended:
             del self._jobs[job.id]
@@ -260,14 +270,20 @@ class Jobs:
         return await self.store.hold_content(step.row.result)
 
     async def cancel(self, job: Job) -> None:
-        """End it: steps that haven't ended never will. One that has ended stays as it is."""
-        run = self._runs.get(job.id)
-        if run is None or job.ended:
-            return
-        job.cancelling = True
-        runner, task = run
-        runner.stop.set()
-        await asyncio.wait([task])
+        """End it, whether it runs or not: steps that haven't ended never will. One that has ended stays as it is.
+
+        ServiceError (read_only, no_room, unavailable, draining) where that can't be recorded: the job goes on then.
+        """
+        if not job.ended and (run := self._runs.get(job.id)) is not None:
+            await _cancelled(*run)
+        if not job.ended:  # paused, failed or never begun: all that is left to run is its end
+            await _cancelled(*self._run(job))
+
+
+async def _cancelled(runner: Runner, task: asyncio.Task[None]) -> None:
+    runner.cancel()
+    await asyncio.wait([task])  # to the end, even if the client leaves
+    task.result()
 
 
 def job_id(now: float) -> str:

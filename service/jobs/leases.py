@@ -58,7 +58,7 @@ class LeasedJournal(Journal):
         return await self.database.read(self._survey)
 
     async def claim(self) -> list[JobRow]:
-        """Take jobs that are nobody's, oldest first."""
+        """Take jobs that are nobody's, oldest first; hands on those to be run, `survey` tells which to cancel."""
         return await self.database.write(self._claim)
 
     async def jobs(self, ids: Collection[str], *, held: bool = False) -> list[JobRow]:
@@ -103,7 +103,8 @@ class LeasedJournal(Journal):
     def _claim(self, db: Session) -> list[JobRow]:
         rows = db.execute(
             "UPDATE leases SET front = ? WHERE job IN "
-            f"(SELECT job FROM leases WHERE {_FREE} ORDER BY job LIMIT ? FOR UPDATE SKIP LOCKED) RETURNING job",
+            f"(SELECT job FROM leases WHERE {_FREE} ORDER BY job LIMIT ? FOR UPDATE SKIP LOCKED) "
+            "RETURNING job, cancel",
             (self.fronts.id, self.fronts.lease, CLAIM_JOBS),
         )
-        return jobs_of(db, sorted(job for (job,) in rows.fetchall()))
+        return jobs_of(db, sorted(job for job, cancel in rows.fetchall() if not cancel))

@@ -97,7 +97,6 @@ class Job:
     state: str = QUEUED
     finished: float | None = None
     expired: bool = False
-    cancelling: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod

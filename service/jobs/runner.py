@@ -100,16 +100,22 @@ class Paused(Exception):
 
 
 class Runner:
-    """One job's run. `stop` is set to end it early: to cancel the job where it says so, else to pause it.
-
-    `abandon` ends it without a record: another front runs the job.
-    """
+    """One job's run. `stop` is set to pause it; `cancel` ends the job, `abandon` leaves it to another front."""
 
     def __init__(self, job: Job, parts: Parts) -> None:
         self.job = job
         self.parts = parts
         self.stop = asyncio.Event()
+        self._running: dict[asyncio.Task[Ending], Step] = {}
+        self._cancelling = False
         self._abandoned = False
+
+    def cancel(self) -> None:
+        """Let no step go on, and record that the job is cancelled, also where it was pausing or hasn't begun."""
+        self._cancelling = True
+        for task in self._running:
+            task.cancel()
+        self.stop.set()
 
     def abandon(self) -> None:
         """Let the job be another front's."""
@@ -117,9 +123,9 @@ class Runner:
         self.stop.set()
 
     async def run(self) -> None:
-        """Until all steps have ended, or `stop`."""
+        """Until all steps have ended, or `stop`. ServiceError where a cancellation can't be recorded."""
         stopping = asyncio.create_task(self.stop.wait())
-        running: dict[asyncio.Task[Ending], Step] = {}
+        running = self._running
         try:
             while not self.job.ended:
                 if not self.stop.is_set():
@@ -128,20 +134,19 @@ class Runner:
                         running[asyncio.create_task(self._step(step))] = step
                 await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if self.stop.is_set():
-                    await self._stop(running)
+                    await self._stop()
                     return
                 ended = [task for task in running if task.done()]
                 steps = {task: running.pop(task) for task in ended}
-                if not await self._collect(steps):
-                    return
+                await self._collect(steps)
         except LeaseLost:
             logger.warning("job %s is run by another front now", self.job.id)
             await _cancel(running)
         finally:
             stopping.cancel()
 
-    async def _collect(self, ended: dict[asyncio.Task[Ending], Step]) -> bool:
-        """Record what ended; False where the service is shutting down."""
+    async def _collect(self, ended: dict[asyncio.Task[Ending], Step]) -> None:
+        """Record what ended."""
         endings = []
         for task, step in ended.items():
             error = task.exception()
@@ -153,30 +158,40 @@ class Runner:
                 endings.append(self._failure(step, "internal", "an error that the service didn't foresee"))
             else:
                 endings.append(task.result())
-        return await self._record(endings) if endings else True
+        if endings:
+            await self._record(endings)
 
-    async def _stop(self, running: dict[asyncio.Task[Ending], Step]) -> None:
+    async def _stop(self) -> None:
         """Let go of queued work; keep what was finished meanwhile; cancel the rest of the job if asked to."""
         if self._abandoned:
             raise LeaseLost
-        if self.job.cancelling:
-            for task in running:
-                task.cancel()
-        if running:
-            await asyncio.wait(running)
-        finished = {task: step for task, step in running.items() if not task.cancelled()}
+        if self._running:
+            await asyncio.wait(self._running)
+        finished = {task: step for task, step in self._running.items() if not task.cancelled()}
         await self._collect(finished)
-        if self.job.cancelling and not self.job.ended:
-            now = self.parts.clock()
-            rest = [step for step in self.job.steps.values() if not step.ended]
-            await self._record([Ending(s, replace(s.row, state=CANCELLED, finished=now)) for s in rest])
+        for step in self.job.steps.values():
+            if step.state == RUNNING:
+                self._show(step, QUEUED)
+        if self._cancelling and not self.job.ended:
+            await self._cancel_rest()
+
+    async def _cancel_rest(self) -> None:
+        """Tried once, for somebody waits for the answer."""
+        now = self.parts.clock()
+        rest = [step for step in self.job.steps.values() if not step.ended]
+        endings = [Ending(step, replace(step.row, state=CANCELLED, finished=now)) for step in rest]
+        try:
+            await self._commit(endings, now)
+        except ServiceError as error:
+            detail = f"the cancellation couldn't be kept, so the job goes on: {error.detail}"
+            raise ServiceError(error.code, detail, retry_after=error.retry_after) from error
 
     # Recording
 
-    async def _record(self, endings: Sequence[Ending]) -> bool:
+    async def _record(self, endings: Sequence[Ending]) -> None:
         """Commit the endings, the steps that they make impossible, and the job's own end; then show them.
 
-        A disk that refuses is asked again until it takes them; False where the service shuts down first.
+        A disk that refuses is asked again until it takes them, or the run is stopped: then they are computed again.
         """
         now = self.parts.clock()
         failed = [ending.step for ending in endings if ending.row.state == FAILED]
@@ -193,10 +208,10 @@ class Runner:
                 except ServiceError as error:
                     logger.warning("job %s can't be recorded yet: %s", self.job.id, error.detail)
                     if await self._stopped_within(Tries(tries, 0.0).delay("queue_full") or LAST_DELAY):
-                        return False
+                        return
                     tries += 1
                 else:
-                    return True
+                    return
         finally:
             for ending in endings:
                 if ending.hold is not None:
@@ -242,9 +257,7 @@ class Runner:
             await asyncio.wait_for(self.stop.wait(), seconds)
         except TimeoutError:
             return False
-        # A cancelled job is still to be recorded, so only a pause ends the tries.
-        await asyncio.sleep(seconds if self.job.cancelling else 0)
-        return not self.job.cancelling
+        return True
 
     def _show(self, step: Step, state: str) -> None:
         """A state that isn't recorded: after a restart the step is queued."""

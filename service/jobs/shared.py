@@ -44,6 +44,7 @@ class SharedJobs(Jobs):
         self._mirrors: WeakValueDictionary[str, Job] = WeakValueDictionary()
         self._accepting: set[str] = set()
         self._failed: set[str] = set()
+        self._cancelling: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # Life
@@ -76,10 +77,9 @@ class SharedJobs(Jobs):
         for id_ in before - survey.held:
             if run := self._runs.get(id_):
                 run[0].abandon()
-        for id_ in survey.cancel & before:
-            if (run := self._runs.get(id_)) and not run[0].job.cancelling:
-                self._spawn(self.cancel(run[0].job))
-        await self._take_up(survey.held - self._accepting - self._failed - set(self._runs))
+        for id_ in survey.cancel - self._cancelling:
+            self._spawn(self._cancel_here(id_))
+        await self._take_up(survey.held - survey.cancel - self._accepting - self._failed - set(self._runs))
         if survey.free and not self.pausing and self._parts.supervisor.ready:
             self._launch_all(await self.journal.claim())
         await self._reflect()
@@ -96,6 +96,17 @@ class SharedJobs(Jobs):
                 job = self._mirrors.pop(row.id, None) or Job.of(row)
                 job.update(row)
                 self._launch(job)
+
+    async def _cancel_here(self, id_: str) -> None:
+        """Cancel a job that this front has, whether it runs or not."""
+        self._cancelling.add(id_)
+        try:
+            for row in await self.journal.jobs([id_], held=True):
+                await super().cancel(self._shown(row))
+        except ServiceError as error:  # its lease still asks for it, so the next look tries again
+            logger.warning("job %s can't be cancelled yet: %s", id_, error.detail)
+        finally:
+            self._cancelling.discard(id_)
 
     async def _reflect(self) -> None:
         """Let who watches see what other fronts have recorded."""
@@ -119,9 +130,13 @@ class SharedJobs(Jobs):
         finally:
             self._accepting.discard(row.id)
 
+    def _launch(self, job: Job) -> None:
+        if not self.pausing:  # else another front will
+            super()._launch(job)
+
     def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
         super()._ended(job, task)
-        if job.ended:
+        if job.ended or job.id in self._runs:
             return
         del self._jobs[job.id]
         self._mirrors[job.id] = job
@@ -147,7 +162,7 @@ class SharedJobs(Jobs):
         """End it, wherever it runs; waits for that front as long as is sensible."""
         if job.id in self._runs:
             await super().cancel(job)
-        elif not job.ended and await self.journal.ask_cancel(job.id):
+        if not job.ended and await self.journal.ask_cancel(job.id):
             await self.wait(job, CANCEL_SECONDS)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

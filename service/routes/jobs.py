@@ -303,7 +303,11 @@ async def step_result() -> None:
     summary="Cancel a job",
     response_model=JobDocument,
     response_model_exclude_unset=True,
-    responses={404: _NOT_FOUND},
+    responses={
+        404: _NOT_FOUND,
+        503: {"description": "What keeps jobs can't be written or reached, so the job goes on"},
+        507: {"description": "There is no room to keep the cancellation, so the job goes on"},
+    },
 )
 async def cancel_job(request: Request, job: str) -> Any:
     """Steps that haven't ended never will; results stay. A job that has ended stays as it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -460,6 +461,131 @@ class TestCancel:
             job = await run(front, ONE)
             await front.jobs.cancel(job)
             assert job.state == "done"
+
+    async def test_of_one_that_was_paused_between_two_steps(self, settings: Settings) -> None:
+        async with open_front(settings) as front:
+            job = await paused_after_one(front)
+            assert states(job) == {"one": "done", "two": "queued"}
+            # Two who ask at once wait for one end: what the job needed is let go once.
+            await asyncio.gather(front.jobs.cancel(job), front.jobs.cancel(job))
+            assert states(job) == {"one": "done", "two": "cancelled"}
+            assert front.jobs._jobs == {}
+        await self.stays_cancelled(settings, job, results=1)
+
+    async def test_while_it_pauses_for_a_step_that_runs(self, settings: Settings) -> None:
+        async with open_front(settings) as front:
+            front.computer.gate.clear()
+            job = await front.jobs.accept("ann", body(ONE, TWO), None)
+            while not front.computer.submitted:
+                await asyncio.sleep(0)
+            await front.jobs.pause()
+            await asyncio.sleep(0.01)
+            await front.jobs.cancel(job)  # not held up by the step
+            assert set(states(job).values()) == {"cancelled"}
+        await self.stays_cancelled(settings, job)
+
+    async def test_of_one_accepted_while_pausing(self, settings: Settings) -> None:
+        async with open_front(settings) as front:
+            await front.jobs.pause()
+            job = await front.jobs.accept("ann", body(ONE, TWO), None)
+            await front.jobs.cancel(await front.jobs.find("ann", job.id))
+            assert set(states(await front.jobs.find("ann", job.id)).values()) == {"cancelled"}
+        await self.stays_cancelled(settings, job)
+
+    async def test_of_one_whose_run_failed(self, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def fail(*_: Any) -> None:
+            raise RuntimeError("nobody foresaw this")
+
+        async with open_front(settings) as front:
+            with monkeypatch.context() as patch:
+                patch.setattr(front.jobs.journal, "record", fail)
+                job = await front.jobs.accept("ann", body(ONE, TWO), None)
+                while front.jobs._runs:
+                    await asyncio.sleep(0)
+            await front.jobs.cancel(job)
+            assert set(states(job).values()) == {"cancelled"}
+        await self.stays_cancelled(settings, job)
+
+    async def test_that_cannot_be_recorded_is_refused_and_the_job_goes_on(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with open_front(settings) as front:
+            front.computer.gate.clear()
+            job = await front.jobs.accept("ann", body(ONE, TWO), None)
+            while not front.computer.submitted:
+                await asyncio.sleep(0)
+            with monkeypatch.context() as patch:
+                patch.setattr(front.jobs.journal, "record", read_only)
+                with pytest.raises(ServiceError, match="couldn't be kept, so the job goes on") as error:
+                    await asyncio.wait_for(front.jobs.cancel(job), 30)
+                assert error.value.code == "read_only"
+            front.computer.gate.set()
+            await front.jobs.wait(job, 60)
+            assert job.state == "done"
+
+    async def test_while_the_end_of_a_step_cannot_be_recorded(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = asyncio.Event()
+
+        async def refuse(*_: Any) -> None:
+            asked.set()
+            await read_only()
+
+        async with open_front(settings) as front:
+            with monkeypatch.context() as patch:
+                patch.setattr(front.jobs.journal, "record", refuse)
+                job = await front.jobs.accept("ann", body(ONE, TWO), None)
+                await asked.wait()
+                with refused("read_only"):
+                    await asyncio.wait_for(front.jobs.cancel(job), 30)
+            await front.jobs.cancel(job)
+            assert set(states(job).values()) == {"cancelled"}
+
+    async def test_in_a_folder_that_cannot_be_written(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with open_front(settings) as front:
+            job = await paused_after_one(front)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda *_: False)
+            async with open_front(settings) as front:
+                found = await front.jobs.find("ann", job.id)
+                with refused("read_only"):
+                    await front.jobs.cancel(found)
+                assert states(found) == {"one": "done", "two": "queued"}
+                assert front.computer.submitted == []
+        async with open_front(settings) as front:
+            found = await front.jobs.find("ann", job.id)
+            await front.jobs.wait(found, 60)
+            assert found.state == "done"
+
+    @staticmethod
+    async def stays_cancelled(settings: Settings, job: Job, results: int = 0) -> None:
+        """After the next start too; of what it kept there are only the results."""
+        async with open_front(settings) as front:
+            found = await front.jobs.find("ann", job.id)
+            assert (found.state, states(found)) == ("cancelled", states(job))
+            await front.store.effects.settle()
+            assert front.computer.submitted == []
+            assert len(list((settings.data / "tensors").iterdir())) == results
+
+
+async def paused_after_one(front: Front) -> Job:
+    """A job of two steps whose first was recorded when the service began to shut down."""
+    job = await front.jobs.accept("ann", body(ONE, TWO), None)
+    while not job.steps["one"].ended:
+        await asyncio.sleep(0)
+        if front.computer.computed:
+            front.computer.draining = True
+    await front.jobs.pause()
+    while front.jobs._runs:
+        await asyncio.sleep(0)
+    return job
+
+
+async def read_only(*_: Any) -> None:
+    raise ServiceError("read_only", "the data folder can't be written")
 
 
 class TestQuota:

@@ -174,6 +174,28 @@ class TestSeenFromEither:
         assert set(states(there).values()) == {"cancelled"}
         await b.jobs.cancel(there)
 
+    async def test_cancelled_though_its_run_failed(self, both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+        a, b = both
+
+        async def fail(*_: Any) -> None:
+            raise RuntimeError("nobody foresaw this")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a.jobs.journal, "record", fail)
+            job = await a.jobs.accept("ann", body(ONE, TWO), None)
+            await until(lambda: not a.jobs._runs)
+        await b.jobs.cancel(await b.jobs.find("ann", job.id))
+        assert set(states(job).values()) == {"cancelled"}
+
+    async def test_cancelled_though_accepted_by_one_that_leaves(self, both: Both) -> None:
+        a, b = both
+        await a.jobs.pause()
+        job = await a.jobs.accept("ann", body(ONE, TWO), None)
+        there = await b.jobs.find("ann", job.id)
+        await b.jobs.cancel(there)
+        assert set(states(there).values()) == {"cancelled"}
+        assert a.computer.submitted == b.computer.submitted == []
+
     async def test_results_expire_for_both(self, both: Both) -> None:
         a, b = both
         job = await run(a, ONE)  # type: ignore[arg-type]
@@ -232,6 +254,23 @@ class TestFrontsThatGo:
             there = await b.jobs.find("ann", job.id)
             await b.jobs.wait(there, 60)
             assert there.state == "done"
+
+    async def test_cancelled_at_one_that_leaves_is_never_begun_by_another(self, settings: Settings) -> None:
+        settings.lease_seconds = 60.0
+        clock = Clock()
+        async with open_front(settings, clock) as b:
+            b.computer.ready = False
+            async with open_front(settings, clock) as a:
+                a.computer.refusals.extend(["draining"] * 99)
+                job = await a.jobs.accept("ann", body(ONE, TWO), None)
+                await a.jobs.pause()
+                await until(lambda: not a.jobs._runs)
+                await a.jobs.cancel(job)
+            b.computer.ready = True
+            there = await b.jobs.find("ann", job.id)
+            await b.jobs.wait(there, 60)
+            assert set(states(there).values()) == {"cancelled"}
+            assert b.computer.submitted == []
 
     async def test_one_that_was_cut_off_records_nothing_that_another_ran(self, settings: Settings) -> None:
         """Front A can't reach the database for longer than its lease; B runs its job; A comes back with a result."""
