@@ -80,28 +80,3 @@ class Rates:
             for rate, bucket in self._buckets.items()
             if self._tokens(rate, now) < rate.flops_per_second
         }
-
-
-class Estimate:
-    """Seconds that a product will take, from its FLOPs and bytes; learns from what batches took.
-
-    Starts from the device's peaks; each batch moves a correction factor by an eighth (the smoothing of RFC 6298).
-    """
-
-    def __init__(self, flops_per_second: float = 1e11, bytes_per_second: float = 1e10) -> None:
-        self.flops_per_second = flops_per_second
-        self.bytes_per_second = bytes_per_second
-        self._factor = 1.0
-
-    def seconds(self, flops: float, nbytes: float) -> float:
-        """Estimated seconds on the device."""
-        return self._factor * self._floor(flops, nbytes)
-
-    def learn(self, flops: float, nbytes: float, seconds: float) -> None:
-        """A batch of `flops` and `nbytes` took `seconds`."""
-        floor = self._floor(flops, nbytes)
-        if floor > 0 and seconds > 0:
-            self._factor += (min(max(seconds / floor, 0.01), 100.0) - self._factor) / 8
-
-    def _floor(self, flops: float, nbytes: float) -> float:
-        return max(flops / self.flops_per_second, nbytes / self.bytes_per_second, 2e-5)

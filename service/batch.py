@@ -97,6 +97,11 @@ class Work:
         return self.a.shape[-2]
 
     @property
+    def kind(self) -> str:
+        """The type that devices state a peak of: A's, or tf32 where that is asked for."""
+        return "tf32" if self.a.dtype == "fp32" and self.params.precision == "tf32" else self.a.dtype
+
+    @property
     def flops(self) -> float:
         """2·M·N·K·batch."""
         k = self.a.shape[-2] if self.params.trans_a else self.a.shape[-1]

@@ -28,11 +28,7 @@ def peaks(device: Mapping[str, Any]) -> Mapping[str, float]:
 
 def ideal_seconds(works: Iterable[Work], peak: Mapping[str, float]) -> float:
     """Seconds that these products would take at the peak."""
-    return sum(work.flops / peak[kind] for work in works if (kind := _kind(work)) in peak)
-
-
-def _kind(work: Work) -> str:
-    return "tf32" if work.a.dtype == "fp32" and work.params.precision == "tf32" else work.a.dtype
+    return sum(work.flops / peak[kind] for work in works if (kind := work.kind) in peak)
 
 
 @dataclass(slots=True)

@@ -265,7 +265,7 @@ class Supervisor:
             raise
         work.arrived = time.monotonic()
         if not work.seconds:
-            work.seconds = self.tally.estimate.seconds(work.flops, work.nbytes)
+            work.seconds = self.tally.estimate.seconds(work)
         took = work.arrived - began
         self.metrics.aside.put(partial(self.metrics.took, "admit", took, work.trace))
         return took

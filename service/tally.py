@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from service.admit import Estimate
 from service.batch import Work
+from service.estimate import Estimate
 from service.handle import Flight, Handle
 from service.messages import BatchDone, Ready, Report
 from service.metrics import Metrics
@@ -36,8 +36,7 @@ class Tally:
     def ready(self, handle: Handle, ready: Ready) -> None:
         """A worker takes work: estimates begin with what its device promises."""
         device = ready.device
-        peak = max(device.get("peak_flops", {}).values(), default=1e11)
-        self.estimate = Estimate(peak, device.get("bandwidth", 1e10))
+        self.estimate = Estimate(device.get("peak_flops"), device.get("bandwidth", 1e10))
         self.ratio.known(str(handle.index), bool(peaks(device)))
         self.metrics.build_info.clear()
         self.metrics.build_info.labels(
@@ -51,8 +50,8 @@ class Tally:
         if done.host:
             self.metrics.took("worker", done.host, trace)
         self.metrics.took("link", max(0.0, now - flight.sent - stages - done.host), trace)
-        if done.flops:
-            self.estimate.learn(sum(done.flops.values()), sum(w.nbytes for w in flight.works), stages)
+        if done.flops and stages > 0 and (works := _computed(flight.works, done)):
+            self.estimate.learn(works, stages)
 
     def count(self, handles: Sequence[Handle], works: Sequence[Work], done: BatchDone, now: float) -> None:
         """`handles` computed `works` in equal shares until monotonic `now`."""
@@ -67,7 +66,7 @@ class Tally:
         for item in done.items:
             if not item.code:
                 self.metrics.choice(item.variant, item.reason)
-        right = [work for work, item in zip(works, done.items, strict=True) if not item.code]
+        right = _computed(works, done)
         for handle in handles:
             if handle.ready is not None and (peak := peaks(handle.ready.device)):
                 self.ratio.ended(str(handle.index), now, ideal_seconds(right, peak) / len(handles))
@@ -88,3 +87,8 @@ class Tally:
             self.metrics.device_bytes.labels(gpu, state).set(nbytes)
         if report.sm_clock_mhz is not None:
             self.metrics.sm_clock.labels(gpu).set(report.sm_clock_mhz * 1e6)
+
+
+def _computed(works: Sequence[Work], done: BatchDone) -> list[Work]:
+    """The works of a batch that weren't refused."""
+    return [work for work, item in zip(works, done.items, strict=True) if not item.code]

@@ -60,9 +60,12 @@ class Retries:
     longest_pause: float = 10.0
 
     def pause(self, attempt: int, asked: float | None) -> float:
-        """Before attempt `attempt + 1`: as long as the service asked, else doubling; each with chance."""
+        """Before attempt `attempt + 1`, seconds: as long as the service asked, else doubling; each with chance.
+
+        `longest_pause` bounds both: what the service asks for is an estimate.
+        """
         if asked is not None:
-            return asked * random.uniform(1.0, 1.1)
+            return min(self.longest_pause, asked * random.uniform(1.0, 1.1))
         return min(self.longest_pause, self.first_pause * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
 
 

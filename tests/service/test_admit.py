@@ -1,10 +1,10 @@
-"""Admission: the right code with the limit, and estimates that learn."""
+"""Admission: the right code with the limit."""
 
 from __future__ import annotations
 
 import pytest
 
-from service.admit import Bounds, Estimate, Rates, admit
+from service.admit import Bounds, Rates, admit
 from service.batch import Limits, Queue, Rate
 from service.errors import ServiceError
 from service.messages import Operand
@@ -52,15 +52,6 @@ def test_stored_operands_do_not_count_against_the_queues_bytes() -> None:
 def test_a_deadline_in_the_past_is_refused_before_it_is_queued() -> None:
     error = refused(Queue(Limits()), Bounds(1, 1), deadline=9.9)
     assert (error.status, error.code, error.field) == (504, "deadline", "deadline_ms")
-
-
-def test_an_estimate_comes_closer_to_what_was_seen() -> None:
-    estimate = Estimate(1e12, 1e11)
-    assert estimate.seconds(1e12, 0) == 1.0
-    assert estimate.seconds(0, 1e11) == 1.0
-    for _ in range(40):
-        estimate.learn(1e9, 0, 0.004)
-    assert estimate.seconds(1e9, 0) == pytest.approx(0.004, rel=0.05)
 
 
 RATE = Rate("1", 100.0)

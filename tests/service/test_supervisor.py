@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from service.admit import Bounds, Estimate
+from service.admit import Bounds
 from service.arena import Arena, Slots
 from service.batch import Limits, Work
 from service.begun import Begun
 from service.errors import ServiceError
+from service.estimate import Estimate
 from service.handle import Flight, Handle, State, Times
 from service.messages import Operand, Params
 from service.metrics import Metrics
@@ -265,7 +266,7 @@ async def test_who_is_told_may_leave_another_product_and_each_is_released_once()
 
 
 async def test_a_cpu_with_work_is_sent_no_more_so_that_stacks_grow(bench: Bench) -> None:
-    bench.supervisor.tally.estimate = Estimate(1e9, 1e9)  # a product takes longer than the link
+    bench.supervisor.tally.estimate = Estimate({"fp32": 1e9}, 1e9)  # a product takes longer than the link
     with bench.standing():
         tasks = [asyncio.ensure_future(bench.gemm(HEAVY, HEAVY)) for _ in range(3)]
         await bench.until(lambda: bench.supervisor.handles[0].flights)
