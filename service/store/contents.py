@@ -182,15 +182,20 @@ class Contents:
         For products: the bytes are there too, unless only a device has them (see `bring`).
         """
         content = hold.content
+        loaded = False
         while True:
             if content.lost:
                 raise lost(content)
             resident = self.memory.get(content.row.id)
             if resident is not None:
-                return Pin(self.hold(content), resident)
+                pin = Pin(self.hold(content), resident)
+                if loaded:  # not before it is in use, or one above the budget would go again at once
+                    self.memory.trim()
+                return pin
             if content.loading is None:
                 content.loading = self.effects.spawn(self._load(content, self.hold(content)))
             await asyncio.shield(content.loading)
+            loaded = True
 
     async def _load(self, content: Content, hold: Hold) -> None:
         row = content.row
@@ -202,7 +207,6 @@ class Contents:
                 slot.release()
                 raise
             self.memory.add(row.id, slot)
-            self.memory.trim()
         finally:
             content.loading = None
             hold.release()

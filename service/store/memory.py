@@ -33,7 +33,7 @@ class Resident:
 
 
 class Memory:
-    """Residents by content id within `budget` bytes; more only while they are in use.
+    """Residents by content id within `budget` bytes; more only while they are in use, and until the next one comes.
 
     `lost` is called with a content whose only copy had to go because the arena was short.
     """

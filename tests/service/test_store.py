@@ -306,6 +306,18 @@ class TestMemory:
             hold.release()
 
 
+async def test_a_tensor_above_the_memory_tiers_budget_is_an_operand_nevertheless(settings: Settings) -> None:
+    """It is there as long as it is in use, and goes when another comes."""
+    array, other = tensor(1280, 1024), tensor(8, 8)
+    assert array.nbytes > settings.store_memory_bytes
+    async with open_store(settings) as store:
+        await put(store, "ann", "w", array)
+        for _ in range(2):
+            np.testing.assert_array_equal(await asyncio.wait_for(get(store, "ann", "w"), 30), array)
+        await put(store, "ann", "v", other)
+        assert store.contents.memory.nbytes == 4096
+
+
 class TestDisk:
     async def test_budget(self, settings: Settings) -> None:
         settings.store_disk_bytes = 3 * MIB
