@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from service.errors import ServiceError
 
@@ -111,6 +112,35 @@ class Slot:
 #: What of a request is at fault where a slot can't be had, by the slot's state.
 _FIELDS = {"request": "body", "reply": "out"}
 
+#: What goes into one slot: bytes by the field of a request that they are of.
+Sizes = Mapping[str, int]
+
+
+def check_fits(own: Sequence[Sizes], stored: Sequence[Sizes], *, share: int, size: int) -> int:
+    """Bytes of a request's `own` slots; ServiceError too_large where they can never be had at once.
+
+    They are bounded by the `share` of one owner, and together with the `stored` tensors that it reads by the
+    arena's `size`. The largest part is the field at fault.
+    """
+    needed = _total(own)
+    for slots, total, limit in ((own, needed, share), ([*own, *stored], needed + _total(stored), size)):
+        if total > limit:
+            parts = [part for slot in slots for part in slot.items()]
+            told = ", ".join(f"{field} {nbytes}" for field, nbytes in parts)
+            detail = f"{told}: these bytes together are above what may be held at once"
+            raise ServiceError(
+                "too_large", detail, field=max(parts, key=lambda part: part[1])[0], limit=limit
+            )
+    return needed
+
+
+def _total(slots: Iterable[Sizes]) -> int:
+    return sum([_capacity(sum(parts.values())) for parts in slots])
+
+
+def _capacity(nbytes: int) -> int:
+    return max(-(-nbytes // PAGE) * PAGE, PAGE)
+
 
 class Slots:
     """Allocator over an arena, for one thread (the front's loop): lowest address first, neighbours merged.
@@ -133,23 +163,40 @@ class Slots:
         """Bytes not allocated (they need not be contiguous)."""
         return self.arena.size - sum(self.bytes_by_state.values())
 
+    def check(self, owner: str, own: Sequence[Sizes], stored: Sequence[Sizes] = ()) -> None:
+        """Whether a request of `owner` can have its `own` slots at once, while it reads `stored` tensors.
+
+        To be asked before the first is allocated. Raises ServiceError too_large where it never can, no_room where
+        other requests of the owner hold too much of its share now.
+        """
+        share = self.share if owner else self.arena.size
+        needed = check_fits(own, stored, share=share, size=self.arena.size)
+        if owner:
+            self._check_share(owner, needed)
+
+    def _check_share(self, owner: str, need: int) -> None:
+        held = self._by_owner.get(owner, 0)
+        if held + need > self.share:
+            raise ServiceError(
+                "no_room",
+                f"requests of this owner hold {held} bytes of its share now, {need} more are above it",
+                limit=self.share,
+                retry_after=1.0,
+            )
+
     def allocate(self, nbytes: int, *, owner: str = "", state: str = "request") -> Slot:
         """A slot of at least `nbytes` (zero takes one page).
 
         Raises ServiceError no_room where no free piece is large enough or the owner's share is used up, too_large
         where it never will be.
         """
-        need = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        need = _capacity(nbytes)
         largest = self.share if owner and state != "tensor" else self.arena.size
         if need > largest:
             detail = f"{nbytes} bytes are above what may be held at once"
             raise ServiceError("too_large", detail, field=_FIELDS.get(state), limit=largest)
-        if owner and state != "tensor" and self._by_owner[owner] + need > self.share:
-            raise ServiceError(
-                "no_room",
-                f"this key already holds {self._by_owner[owner]} bytes of its share",
-                limit=self.share,
-            )
+        if owner and state != "tensor":
+            self._check_share(owner, need)
         for index, start in enumerate(self._starts):
             size = self._sizes[start]
             if size >= need:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from service.arena import Slot, Slots
+from service.arena import Sizes, Slot, Slots
 from service.errors import ServiceError
 from service.formats import Tensor, numbers, safetensors
 from service.messages import Operand, Params
@@ -56,10 +56,18 @@ class Pin(Protocol):
     def release(self) -> None: ...
 
 
+class Sized(Protocol):
+    """What is known of a stored tensor."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Store(Protocol):
     """What decode asks of the tensor store."""
 
     async def pin(self, owner: str, name: str) -> Pin: ...
+    async def head(self, owner: str, name: str) -> Sized: ...
     def reclaim(self, nbytes: int) -> object: ...
     def abandon(self, tensor: str) -> None: ...
 
@@ -205,6 +213,8 @@ async def json_text(
         del short[n:]
         yield short
         return
+    if size is None:  # room for as much as may come, of what can be had at all
+        limit = min(limit, services.slots.share)
     size = min(limit, size or limit)
     slot = allocate(services, size, owner=owner, state="request")
     try:
@@ -249,9 +259,18 @@ class Operands:
             pin = await self.services.store.pin(self.owner, handle)
         except ServiceError as error:
             error.field = error.field or name
+            if error.code == "no_room":
+                nbytes = (await self.services.store.head(self.owner, handle)).nbytes
+                self.services.slots.check(self.owner, (), [*self._stored(), {name: nbytes}])
             raise
         self.bounds[name] = Bound(pin.operand, None, pin.release)
         return Tensor(pin.operand.dtype, tuple(pin.operand.shape))
+
+    def _stored(self) -> list[Sizes]:
+        """Bytes of the stored operands, each tensor once, whichever operands it is."""
+        pinned = {name: bound.operand for name, bound in self.bounds.items() if bound.operand.tensor}
+        names = {operand.tensor: name for name, operand in reversed(pinned.items())}
+        return [{name: pinned[name].nbytes} for name in names.values()]
 
     async def pin_references(self, fields: GemmQuery) -> dict[str, Tensor]:
         """Tensors of the operands that are named rather than sent."""
@@ -271,20 +290,21 @@ class Operands:
             )
 
     def place(self, tensors: Mapping[str, Tensor], made: Plan) -> None:
-        """Take memory for the operands, one slot, and for D, another."""
-        offsets, total = {}, 0
-        for name, tensor in tensors.items():
-            offsets[name] = total
-            total += -(-tensor.nbytes // ALIGN) * ALIGN
+        """Take memory for the operands, one slot, and for D, another. too_large where there never is enough."""
+        sizes = {name: -(-tensor.nbytes // ALIGN) * ALIGN for name, tensor in tensors.items()}
         out = made.out
+        own = [{"out": out.nbytes}, sizes] if tensors else [{"out": out.nbytes}]
+        self.services.slots.check(self.owner, own, self._stored())
         slot = allocate(self.services, out.nbytes, owner=self.owner, state="reply")
         self.out = Bound(Operand(slot.offset, out.nbytes, out.dtype, out.shape), slot, slot.release)
         if not tensors:
             return
-        slot = allocate(self.services, total, owner=self.owner, state="request")
+        slot = allocate(self.services, sum(sizes.values()), owner=self.owner, state="request")
+        offset = slot.offset
         for name, tensor in tensors.items():
-            operand = Operand(slot.offset + offsets[name], tensor.nbytes, tensor.dtype, tensor.shape)
+            operand = Operand(offset, tensor.nbytes, tensor.dtype, tensor.shape)
             self.bounds[name] = Bound(operand, slot.hold(), slot.release)
+            offset += sizes[name]
         slot.release()
 
     def request(
@@ -390,10 +410,19 @@ class _Decoder(Operands):
             parsing(text) as document,
         ):
             run: Run = _run if len(text) <= LARGE_JSON else asyncio.to_thread
-            return await self._json_request(document, run)
+            body = validate(GemmBody, document)
+            tensors, data = await self._json_operands(body, run)
+        # The text has left the arena, so operands and D may take the owner's whole share.
+        made = plan(body, tensors, self.limits)
+        self.place({name: tensors[name] for name in data}, made)
+        for name, source in data.items():
+            view = self.bounds[name].view()
+            view[:] = source if isinstance(source, bytes) else source.reshape(-1).view("u1").data
+        handle = body.out.handle if isinstance(body.out, Handle) else None
+        return self.request(body, made, "json", handle)
 
-    async def _json_request(self, document: Any, run: Run) -> GemmRequest:
-        body = validate(GemmBody, document)
+    async def _json_operands(self, body: GemmBody, run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All operands, and the data of those that were sent."""
         tensors: dict[str, Tensor] = {}
         data: dict[str, Any] = {}
         for name in NAMES:
@@ -411,13 +440,7 @@ class _Decoder(Operands):
                     dtype = "fp64" if dtype == "fp64" else "fp32"
                 array = await run(partial(numbers.taken, operand, dtype, field=name))
                 tensors[name], data[name] = Tensor(dtype, array.shape), array
-        made = plan(body, tensors, self.limits)
-        self.place({name: tensors[name] for name in data}, made)
-        for name, source in data.items():
-            view = self.bounds[name].view()
-            view[:] = source if isinstance(source, bytes) else source.reshape(-1).view("u1").data
-        handle = body.out.handle if isinstance(body.out, Handle) else None
-        return self.request(body, made, "json", handle)
+        return tensors, data
 
     # -- parts --------------------------------------------
 

@@ -19,7 +19,7 @@ CODES: dict[str, tuple[int, str]] = {
     "conflict": (409, "Another request is in the way"),
     "lost": (410, "The tensor was lost before it was durable"),
     "precondition_failed": (412, "A precondition failed"),
-    "too_large": (413, "The body is larger than the limit"),
+    "too_large": (413, "The request, or what it asks for, is larger than the limit"),
     "unsupported_media_type": (415, "The form of the body isn't known"),
     "range_not_satisfiable": (416, "The range lies outside the tensor"),
     "misdirected": (421, "The Host isn't one of this service's names"),

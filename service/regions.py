@@ -101,6 +101,9 @@ class Regions:
             raise ServiceError(
                 "no_room", "clients lend as much memory, in pieces, as they may", limit=self.most
             )
+        if nbytes > self.share:
+            detail = f"{nbytes} bytes are above what one key may lend of its memory at once"
+            raise ServiceError("too_large", detail, field="region", limit=self.share)
         if self._by_owner[owner] + nbytes > self.share:
             raise ServiceError(
                 "no_room", "this owner lends as many bytes of its memory as it may", limit=self.share

@@ -128,9 +128,10 @@ class Upload:
         header = npy.parse(prefix, dtype=self.query.dtype, field="body")
         if header.plain:
             return await self._into_slot(header.tensor), header.tensor
+        nbytes = header.tensor.nbytes
+        self.services.slots.check(self.owner, [{"body": nbytes}, {"its conversion": nbytes}])
         given = await self._into_slot(header.tensor)
         try:
-            nbytes = header.tensor.nbytes
             slot = allocate(self.services, nbytes, owner=self.owner, state="request")
             try:
                 await asyncio.to_thread(npy.convert, header, given.view(nbytes), slot.view(nbytes))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from service.arena import check_fits
 from service.batch import Rate
 from service.errors import ServiceError
 from service.formats import Tensor, numbers
@@ -56,6 +57,8 @@ class Limits(Protocol):
     def max_flops(self) -> float: ...
     @property
     def arena_bytes(self) -> int: ...
+    @property
+    def key_bytes(self) -> int: ...
     @property
     def job_steps(self) -> int: ...
     @property
@@ -243,16 +246,16 @@ class _Decoder:
         inputs[name] = Input(content=hold.content.row.id)
 
     def _bound(self, made: Plan, operands: _Operands) -> None:
+        """Refuse a step that could never be computed, or its result never be kept beside the others."""
         self.draft.nbytes += made.out.nbytes + sum(map(len, operands.data.values()))
-        if self.draft.nbytes > self.limits.job_bytes:
-            raise ServiceError(
-                "too_large", "inline operands and results are above the limit", limit=self.limits.job_bytes
-            )
-        needed = made.out.nbytes + sum(tensor.nbytes for tensor in operands.tensors.values())
-        if needed > self.limits.arena_bytes:
-            raise ServiceError(
-                "too_large", "operands and result are above the arena's size", limit=self.limits.arena_bytes
-            )
+        limit = min(self.limits.job_bytes, self.store.contents.disk_budget)
+        if self.draft.nbytes > limit:
+            raise ServiceError("too_large", "inline operands and results are above the limit", limit=limit)
+        # A tensor that is several operands is read from one place.
+        names = {operands.inputs.get(name, name): name for name in reversed(operands.tensors)}
+        read = [{name: operands.tensors[name].nbytes} for name in names.values()]
+        share, size = self.limits.key_bytes, self.limits.arena_bytes
+        check_fits([{"out": made.out.nbytes}], read, share=share, size=size)
 
     def _spec(self, body: StepBody, made: Plan, operands: _Operands, handle: str | None) -> Spec:
         return Spec(

@@ -64,7 +64,7 @@ async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -
         | options
     )
     arena = Arena.create(settings.arena_bytes)
-    slots = Slots(arena)
+    slots = Slots(arena, share=settings.key_bytes)
     computer = Computer(slots)
     store = LocalStore(settings, slots, lambda *tensors: None, clock=clock)
     services: Any = Services(settings, Metrics(), Keys(settings), arena, slots, computer, store, None)

@@ -41,6 +41,7 @@ class Settings:
     job_bytes: int = 16 * MIB
     result_ttl_seconds: float = 3600.0
     arena_bytes: int = 8 * MIB
+    key_bytes: int = 8 * MIB
 
 
 @contextlib.asynccontextmanager

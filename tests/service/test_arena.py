@@ -88,3 +88,31 @@ def test_one_key_cannot_take_more_than_its_share(slots: Slots) -> None:
     slot.become("tensor")
     slots.allocate(3 * PAGE, owner="ann")
     assert slots.bytes_by_state == {"request": 6 * PAGE, "reply": 0, "tensor": 30 * PAGE}
+
+
+def test_what_never_fits_at_once_is_too_large_and_names_its_parts(slots: Slots) -> None:
+    for own, stored, field, limit in (
+        ([{"out": 20 * PAGE}, {"a": 6 * PAGE, "b": 7 * PAGE}], [], "out", 32),
+        ([{"out": 20 * PAGE}], [{"a": 30 * PAGE}, {"b": 15 * PAGE}], "a", 64),
+        ([{"out": 1}] * 33, [], "out", 32),  # each takes a page
+    ):
+        with pytest.raises(ServiceError) as refused:
+            slots.check("ann", own, stored)
+        error = refused.value
+        assert (error.code, error.field, error.limit) == ("too_large", field, limit * PAGE)
+        assert all(f"{name} {nbytes}" in error.detail for part in own for name, nbytes in part.items())
+    slots.check("ann", [{"out": 32 * PAGE}], [{"a": 32 * PAGE}])
+    slots.check("", [{"out": 64 * PAGE}])
+
+
+def test_what_fits_once_other_requests_have_ended_is_told_of_them(slots: Slots) -> None:
+    slot = slots.allocate(20 * PAGE, owner="ann")
+    own = [{"out": 10 * PAGE}, {"a": 5 * PAGE}]
+    with pytest.raises(
+        ServiceError, match=f"hold {20 * PAGE} bytes of its share now, {15 * PAGE} more"
+    ) as refused:
+        slots.check("ann", own)
+    assert (refused.value.code, refused.value.limit, refused.value.retry_after) == ("no_room", 32 * PAGE, 1.0)
+    slots.check("bob", own)
+    slot.release()
+    slots.check("ann", own)

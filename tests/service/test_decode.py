@@ -496,7 +496,7 @@ async def test_a_full_arena_is_507_and_asks_the_store_first() -> None:
         query = "a_shape=300x300&b_shape=300x1&dtype=fp32"
         reply = await client.post(f"/gemm?{query}", content=bytes(4 * 300 * 301), headers=RAW)
         # It never will fit.
-        problem(reply, 413, "body", limit=1 << 17)
+        problem(reply, 413, "a", limit=1 << 17)
     filler.release()
     assert services.held == 0
 

@@ -24,7 +24,7 @@ from service.journal import JobRow, StepRow
 from service.messages import Params
 from service.store import files
 from tests.service.computing import Front, open_front
-from tests.service.storing import Clock, Settings, get, put, tensor
+from tests.service.storing import MIB, Clock, Settings, get, put, tensor
 
 
 @pytest.fixture
@@ -284,14 +284,51 @@ class TestRefused:
             await self.nothing_left(front)
 
     async def test_disk_full(self, settings: Settings) -> None:
-        settings.store_disk_bytes = 2000
+        settings.store_disk_bytes = 6000
+        step = {"id": "s", "a": b64(tensor(20, 20)), "b": b64(tensor(20, 20))}
         async with open_front(settings) as front:
+            await put(front.store, "bob", "w", tensor(30, 30))
             with refused("no_room"):
-                await front.jobs.accept(
-                    "ann", body({"id": "s", "a": b64(tensor(20, 20)), "b": b64(tensor(20, 20))}), None
-                )
+                await front.jobs.accept("ann", body(step), None)
             assert await front.jobs.page("ann", "", 9) == []
+            await front.store.delete("bob", "w")
             await self.nothing_left(front)
+
+    async def test_what_can_never_be_computed_or_kept(self, settings: Settings) -> None:
+        settings.store_disk_bytes = 12 * MIB
+        settings.key_bytes = 5 * MIB
+        wide = {"a": b64(tensor(1200, 1)), "b": b64(tensor(1, 1200))}
+        async with open_front(settings) as front:
+            await put(front.store, "ann", "w", tensor(900, 900))
+            for steps, field, limit in (
+                (
+                    [{**wide, "id": "s"}],
+                    "steps.0.out",
+                    5 * MIB,
+                ),  # more than one owner's requests hold at once
+                (
+                    [ONE, {"id": "s", "a": {"handle": "w"}, "b": b64(tensor(900, 1300))}],
+                    "steps.1.out",
+                    8 * MIB,
+                ),
+                (
+                    [{"id": f"s{n}", "a": {"handle": "w"}, "b": {"handle": "w"}} for n in range(4)],
+                    "steps.3",
+                    12 * MIB,
+                ),
+            ):
+                with pytest.raises(ServiceError) as error:
+                    await front.jobs.accept("ann", body(*steps), None)
+                assert (error.value.code, error.value.field, error.value.limit) == ("too_large", field, limit)
+            await front.store.delete("ann", "w")
+            await self.nothing_left(front)
+
+    async def test_a_tensor_that_is_both_operands_counts_once(self, settings: Settings) -> None:
+        square = tensor(1000, 1000)  # with D nearly the whole arena
+        async with open_front(settings) as front:
+            await put(front.store, "ann", "w", square)
+            job = await run(front, {"id": "s", "a": {"handle": "w"}, "b": {"handle": "w"}})
+            assert job.state == "done"
 
     @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"steps": 1}', b'{"steps": [1]}', b"\xff"])
     async def test_malformed(self, settings: Settings, text: bytes) -> None:

@@ -447,7 +447,7 @@ def test_only_memory_that_cannot_shrink_is_taken(service: Service, make: Any) ->
 def test_sparse_giants_are_bounded(service: Service) -> None:
     with Raw(service.data) as raw:
         giant = unsealed(BOTH, nbytes=1 << 42)
-        assert refusal(raw.ask(Share(1, 1), giant))[:2] == (507, "no_room")
+        assert refusal(raw.ask(Share(1, 1), giant)) == (413, "too_large", "region")
         os.close(giant)
         for number in range(64):
             fd = unsealed(BOTH)

@@ -68,6 +68,14 @@ class TestPut:
         want = array.astype(array.dtype.newbyteorder("<"))
         assert (await raw(site.ann, "w")).content == want.tobytes(order="C")
 
+    async def test_npy_whose_conversion_never_fits_is_too_large(self, tmp_path: Path) -> None:
+        array = np.asfortranarray(tensor(512, 1024))  # 2 MiB, and as many again in C order
+        async with serving(tmp_path / "small", key_bytes=3 << 20) as site:
+            reply = await site.ann.put("/tensors/w", content=npy(array), headers=NPY)
+            problem = reply.json()
+            told = (reply.status_code, problem["code"], problem["field"], problem["limit"])
+            assert told == (413, "too_large", "body", 3 << 20)
+
     async def test_npy_of_bf16(self, site: Site) -> None:
         array = tensor(4, 4).astype(ml_dtypes.bfloat16)
         body = npy(array.view("V2"))
