@@ -120,12 +120,9 @@ class Runtime:
         self._unequal: set[str] = set()
         self._check = check
         self._lock = threading.RLock()
-        self._ways: dict[tuple[Problem, str], _Way] = {}
-        self._plan = lru_cache(PLANS)(self._choose_now)
-        self._class = lru_cache(PLANS)(self._class_now)
         self._geometry = lru_cache(PLANS)(self._geometry_now)
-        self._joins = lru_cache(PLANS)(self._may_join_now)
         self._bar_unbuilt()
+        self._forget_plans()
 
     @classmethod
     def of(cls, index: int, root: Path | None = None) -> Runtime:
@@ -229,9 +226,13 @@ class Runtime:
                     way = _Way(choice, None)
                     break
                 chosen = self._by_name[choice.variant]
-                if self.trusts(chosen, tidy):
-                    way = _Way(choice, self._geometry(cast(Hashable, chosen), _kind(problem)))
-                    break
+                try:
+                    if self.trusts(chosen, tidy):
+                        way = _Way(choice, self._geometry(cast(Hashable, chosen), _kind(problem)))
+                        break
+                except (UntrustedFolder, OSError) as reason:  # what the manifest names can't be loaded
+                    log.error("variant %s can't be loaded: %s", chosen.name, reason)
+                    self.bar(chosen.name, str(reason))
             if len(self._ways) >= PLANS:
                 self._ways = {}
             self._ways[problem, variant] = way
@@ -248,11 +249,11 @@ class Runtime:
         """Queue unlike products on the current stream; returns what computed each, in order. Raises Unsupported.
 
         Those of one input type and layout go into one launch where that is expected to be quicker than one after
-        the other. No D may overlap another item's operands. Not to be captured into a CUDA graph: the launch reads
-        a table that lives until it has run.
+        the other. No D may overlap another item's operands. While a CUDA graph is captured each is a launch of its own:
+        that of a group reads a table which is gone by the replay.
         """
         choices: dict[int, Choice] = {}
-        for each in self.groups([problem for problem, _ in items]):
+        for each in () if _capturing() else self.groups([problem for problem, _ in items]):
             self.launch_group(each.variant, [items[number] for number in each.numbers])
             choices |= dict.fromkeys(each.numbers, each.choice)
         for number, (problem, operands) in enumerate(items):
@@ -300,7 +301,7 @@ class Runtime:
 
     def _prepare(self, problem: Problem, operands: Operands) -> Operands:
         """Operands as a kernel reads them: packed where TMA can't address them, C and bias in types it knows."""
-        pack = self._load(PACK).call if PACK in self.libraries.manifest.functions else None
+        pack = self._pack if PACK in self.libraries.manifest.functions else None
         d, tail = operands.d, problem.epilogue
         return Operands(
             packed(operands.a, pack, problem.trans_a),
@@ -309,6 +310,10 @@ class Runtime:
             readable(operands.c).expand(d.shape) if tail.reads_c else None,
             readable(operands.bias).contiguous() if tail.bias is not None else None,
         )
+
+    def _pack(self, *arguments: Any) -> None:
+        """The packing kernel, which no product loads that doesn't need it."""
+        self._load(PACK).call(*arguments)
 
     def launch(
         self,
@@ -394,6 +399,8 @@ class Runtime:
 
     def trusts(self, variant: Variant, problem: Problem) -> bool:
         """Whether the variant's function was seen right on this device; one that wasn't is barred from now on."""
+        if variant.name in self._barred:
+            return False
         wrong = self._unproven(variant, problem)
         if wrong is not None:
             log.error("variant %s is quarantined: %s", variant.name, wrong)
@@ -424,10 +431,11 @@ class Runtime:
                 self._barred[each.name] = f"no kernels are built for {self.device.arch}"
 
     def _forget_plans(self) -> None:
-        self._ways = {}
-        self._plan.cache_clear()
-        self._class.cache_clear()
-        self._joins.cache_clear()
+        """In new caches, so that what a thread is about to find by the policy before lands in none that is read."""
+        self._ways: dict[tuple[Problem, str], _Way] = {}
+        self._plan = lru_cache(PLANS)(self._choose_now)
+        self._class = lru_cache(PLANS)(self._class_now)
+        self._joins = lru_cache(PLANS)(self._may_join_now)
 
     def _class_now(self, problem: Problem) -> str | None:
         return invariant_class(problem, self.device, variants=self.variants, barred=self._barred)

@@ -82,13 +82,15 @@ def test_alone_and_in_a_group_the_bits_are_the_same(gpu: Any) -> None:
         assert torch.equal(d, kernels.gemm(x, y))
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_it_may_not_be_captured(gpu: Any) -> None:
-    from kernels.runtime import NotLoaded
-
+def test_while_a_graph_is_captured_each_is_a_launch_of_its_own(gpu: Any) -> None:
     a, b = products(torch.float16, 8, 1)
-    kernels.gemm_grouped(a, b)
+    alone = [kernels.gemm(x, y) for x, y in zip(a, b, strict=True)]
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(NotLoaded), torch.cuda.graph(graph):
-        kernels.gemm_grouped(a, b)
+    with torch.cuda.graph(graph):
+        found = kernels.gemm_grouped(a, b)
+    for each in found:
+        each.fill_(torch.nan)
+    graph.replay()
     torch.cuda.synchronize()
+    for x, y in zip(found, alone, strict=True):
+        assert torch.equal(x, y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from kernels import cublas, selftest  # noqa: E402
 from kernels import runtime as module  # noqa: E402
 from kernels.device import Device  # noqa: E402
 from kernels.elementwise import activate, narrow, quiet  # noqa: E402
-from kernels.libraries import FunctionInfo, NotBuilt  # noqa: E402
+from kernels.libraries import FunctionInfo, NotBuilt, UntrustedFolder  # noqa: E402
 from kernels.operands import Operands, packed  # noqa: E402
 from kernels.problem import Activation, BiasDim, DType, Epilogue, Problem, Unsupported  # noqa: E402
 from kernels.runtime import Repeated, Runtime, resident_blocks  # noqa: E402
@@ -412,6 +413,67 @@ def test_capture_wants_what_has_run_before(monkeypatch: pytest.MonkeyPatch) -> N
     gpu.run(Problem(16, 24, 32), Operands(a, b, d))
     monkeypatch.setattr(module, "_capturing", lambda: True)
     gpu.run(Problem(16, 24, 32), Operands(a, b, d))
+
+
+def test_the_packing_kernel_is_loaded_by_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code would go to the device at its first call: within a capture, had an aligned product counted as one."""
+    packs: list[int] = []
+    gpu = make(Fake(), step9_fake=lambda *_: None, pack_16bit=lambda *_: packs.append(1))
+    a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
+    odd = torch.randn(1, 16, 33).half()[..., 1:]
+    gpu.run(Problem(16, 24, 32), Operands(a, b, d))
+    gpu.run(Problem(16, 24, 32, lda=40), Operands(torch.randn(1, 16, 40).half()[..., :32], b, d))
+    assert not packs
+    monkeypatch.setattr(module, "_capturing", lambda: True)
+    with pytest.raises(module.NotLoaded, match="pack_16bit"):
+        gpu.run(Problem(16, 24, 32), Operands(odd, b, d))
+    monkeypatch.setattr(module, "_capturing", lambda: False)
+    gpu.run(Problem(16, 24, 32), Operands(odd, b, d))
+    assert packs == [1]
+
+
+@pytest.mark.parametrize("reason", [UntrustedFolder("others can write"), FileNotFoundError("x.so")])
+@pytest.mark.parametrize("check_", [None, module.check_function])
+def test_what_cannot_be_loaded_is_left_to_the_next(reason: Exception, check_: Any) -> None:
+    gpu = make(
+        Fake("step9-gone", 1e-9), Fake("step9-fake", 2e-9), check_=check_,
+        step9_gone=stand_in, step9_fake=stand_in,
+    )  # fmt: skip
+    load = gpu.libraries.load
+
+    def guarded(name: str) -> Any:
+        if name == "step9_gone":
+            raise reason
+        return load(name)
+
+    gpu.libraries.load = guarded  # type: ignore[method-assign]
+    a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
+    assert gpu.run(Problem(16, 24, 32), Operands(a, b, d)).variant == "step9-fake"
+    assert gpu.barred["step9-gone"] == str(reason)
+    with pytest.raises(Unsupported, match=str(reason)):
+        gpu.run(Problem(16, 24, 32), Operands(a, b, d), "step9-gone")
+
+
+def test_what_is_barred_while_a_choice_is_made_is_not_chosen_again() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Fake):
+        def seconds(self, problem: Problem, device: Device) -> float:
+            entered.set()
+            assert go_on.wait(10)
+            return 1e-9
+
+    gpu = make(Slow("step9-hangs"), Fake("step9-fake", 2e-9), step9_hangs=stand_in, step9_fake=stand_in)
+    problem = Problem(16, 24, 32, batch_invariant=False)
+    asking = threading.Thread(target=gpu.choose, args=(problem,))
+    asking.start()
+    assert entered.wait(10)
+    gpu.bar("step9-hangs", "it hung")
+    go_on.set()
+    asking.join(10)
+    assert gpu.choose(problem).variant == "step9-fake"
+    a, b, d = torch.randn(1, 16, 32).half(), torch.randn(1, 32, 24).half(), torch.zeros(1, 16, 24).half()
+    assert gpu.run(problem, Operands(a, b, d)).variant == "step9-fake"
 
 
 @pytest.mark.parametrize("invariant", [True, False])
