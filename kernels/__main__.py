@@ -213,7 +213,8 @@ def _states(device: str) -> list[tuple[Variant, str]]:
     index = gpu_index(device)
     if index is None:
         return [(each, reference.self_test(each.backend).detail) for each in reference.variants()]
-    from kernels.probe import Kept, default_folder
+    from kernels.device_file import default_folder
+    from kernels.probe import Kept
     from kernels.runtime import runtime
 
     gpu = runtime(index)

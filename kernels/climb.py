@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kernels import predict, results
+from kernels.device_file import default_folder
 from kernels.ladder import LADDER, Step
 from kernels.libraries import NotBuilt
-from kernels.probe import default_folder
 from kernels.problem import DType, Problem
 from kernels.schedules import CHIP_OF
 from kernels.timing import (

@@ -9,7 +9,6 @@ and hold for the very device only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -23,10 +22,10 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from kernels import cublas
-from kernels.libraries import check_private
+from kernels.device_file import DeviceFile, default_folder
 
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
@@ -52,6 +51,9 @@ class Ended(StrEnum):
     BITS = "bits"  # right, but not with the bits of its class: not for batch-invariant problems
     HANG = "hang"
     FAULT = "fault"
+
+
+GOOD = (Ended.RIGHT, Ended.BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +222,8 @@ def admit(
     on_known()
 
     def tested(outcome: Outcome) -> None:
-        known[outcome.variant] = outcome
-        kept.write(known)
-        settle(outcome)
+        known[outcome.variant] = kept.add(outcome)
+        settle(known[outcome.variant])
 
     probe([name for name in names if name not in known], index=index, on_outcome=tested)
     return {name: known[name] for name in names}
@@ -230,7 +231,7 @@ def admit(
 
 def apply(runtime: Runtime, outcome: Outcome) -> None:
     """Admit or bar a variant by how its self-test ended."""
-    if outcome.ended in (Ended.RIGHT, Ended.BITS):
+    if outcome.ended in GOOD:
         runtime.admit(outcome.variant, proven=True, equal_bits=outcome.ended is Ended.RIGHT)
         return
     log.error("variant %s is quarantined: %s: %s", outcome.variant, outcome.ended, outcome.detail)
@@ -243,8 +244,7 @@ def condemn(
 ) -> None:
     """Quarantine a variant that faulted or hung in service, for this process and those that follow."""
     outcome = Outcome(variant, ended, detail)
-    kept = Kept(folder or default_folder(), runtime.device.key, runtime.build_hash)
-    kept.write(kept.read() | {variant: outcome})
+    Kept(folder or default_folder(), runtime.device.key, runtime.build_hash).add(outcome)
     apply(runtime, outcome)
 
 
@@ -252,44 +252,34 @@ class Kept:
     """Outcomes on disk of one device, driver and build."""
 
     def __init__(self, folder: Path, device: str, build: str) -> None:
-        self._folder = folder
-        self._about = {"device": device, "build": build}
-        digest = hashlib.sha256(f"{device}\n{build}".encode()).hexdigest()[:20]
-        self.path = folder / f"selftest-{digest}.json"
+        self._file = DeviceFile(folder, "selftest", device, build)
+        self.path = self._file.path
 
     def read(self) -> dict[str, Outcome]:
-        """What is known by variant; nothing where the file is missing, foreign or another user's to write."""
-        try:
-            check_private(self.path)
-            data = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return {}
-        if {key: data.get(key) for key in self._about} != self._about:
-            return {}
+        """What is known by variant."""
         return {
             name: Outcome(name, Ended(each["ended"]), each["detail"])
-            for name, each in data["variants"].items()
+            for name, each in self._file.read().items()
         }
 
-    def write(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Replace the file; a folder that can't be written costs the next start a test, no more."""
-        data = self._about | {"variants": {name: asdict(each) for name, each in outcomes.items()}}
+    def add(self, outcome: Outcome) -> Outcome:
+        """Keep an outcome; returns the one that stands. A test that went well doesn't outweigh a fault in service.
+
+        A folder that can't be written costs the next start a test, no more.
+        """
+        standing = [outcome]
+
+        def change(known: dict[str, Any]) -> Mapping[str, Any]:
+            before = known.get(outcome.variant)
+            if before is not None and outcome.ended in GOOD and before["ended"] not in GOOD:
+                standing[0] = Outcome(outcome.variant, Ended(before["ended"]), before["detail"])
+            return known | {outcome.variant: asdict(standing[0])}
+
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            fd, name = tempfile.mkstemp(dir=self._folder)
-            with os.fdopen(fd, "w") as file:
-                json.dump(data, file, indent=1)
-            os.replace(name, self.path)
+            self._file.update(change)
         except OSError as error:
             log.warning("outcomes of self-tests are not kept: %s", error)
-
-
-def default_folder() -> Path:
-    """Where outcomes and measured times are kept: $GEMM_CACHE, else gemm-kernels in the user's cache folder."""
-    own = os.environ.get("GEMM_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gemm-kernels"
+        return standing[0]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -121,6 +121,7 @@ class Runtime:
         self._check = check
         self._lock = threading.RLock()
         self._geometry = lru_cache(PLANS)(self._geometry_now)
+        self._ways: dict[tuple[Problem, str], _Way] = {}
         self._bar_unbuilt()
         self._forget_plans()
 
@@ -432,7 +433,7 @@ class Runtime:
 
     def _forget_plans(self) -> None:
         """In new caches, so that what a thread is about to find by the policy before lands in none that is read."""
-        self._ways: dict[tuple[Problem, str], _Way] = {}
+        self._ways = {}
         self._plan = lru_cache(PLANS)(self._choose_now)
         self._class = lru_cache(PLANS)(self._class_now)
         self._joins = lru_cache(PLANS)(self._may_join_now)

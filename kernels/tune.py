@@ -11,12 +11,8 @@ device; a second run tells what the choice by the first one's times loses.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels import cublas, reference
 from kernels.device import Device, describe_cpu
-from kernels.libraries import check_private
-from kernels.probe import default_folder
+from kernels.device_file import DeviceFile, default_folder
 from kernels.problem import DType, Problem
 from kernels.selector import Variant, choose, table_key
 
@@ -76,29 +71,16 @@ class Times:
     """Table of measured seconds on disk, for one device, driver and build."""
 
     def __init__(self, device: Device, build: str, folder: Path | None = None) -> None:
-        self._about = {"device": device.key, "build": build}
-        digest = hashlib.sha256(f"{device.key}\n{build}".encode()).hexdigest()[:20]
-        self.path = (folder or default_folder()) / f"times-{digest}.json"
+        self._file = DeviceFile(folder or default_folder(), "times", device.key, build)
+        self.path = self._file.path
 
     def read(self) -> dict[str, float]:
         """Seconds by `selector.table_key`; nothing where nothing was measured here."""
-        try:
-            check_private(self.path)
-            data = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return {}
-        if {key: data.get(key) for key in self._about} != self._about:
-            return {}
-        return {str(key): float(value) for key, value in data["seconds"].items()}
+        return {key: float(value) for key, value in self._file.read().items()}
 
     def add(self, table: Mapping[str, float]) -> None:
-        """Merge newer times in and replace the file."""
-        seconds = self.read() | dict(table)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=self.path.parent)
-        with os.fdopen(fd, "w") as file:
-            json.dump(self._about | {"date": time.strftime("%Y-%m-%d"), "seconds": seconds}, file, indent=1)
-        os.replace(name, self.path)
+        """Merge newer times in. Raises OSError."""
+        self._file.update(lambda known: known | dict(table))
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kernels import cublas, probe
+from kernels.device_file import DeviceFile
 from kernels.probe import WAITING, Ended, Kept, Outcome
 from kernels.problem import Problem
 from tests.kernels.subjects import troubled
@@ -45,7 +48,8 @@ def test_outcomes_hold_for_one_device_and_build(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "cache", "H200|uuid|driver|sm_90a", "build")
     assert kept.read() == {}
     told = {"a": Outcome("a", Ended.RIGHT), "b": Outcome("b", Ended.HANG, "no answer")}
-    kept.write(told)
+    for outcome in told.values():
+        kept.add(outcome)
     assert Kept(tmp_path / "cache", "H200|uuid|driver|sm_90a", "build").read() == told
     assert Kept(tmp_path / "cache", "H200|uuid|newer driver|sm_90a", "build").read() == {}
     assert Kept(tmp_path / "cache", "H200|uuid|driver|sm_90a", "other").read() == {}
@@ -53,7 +57,7 @@ def test_outcomes_hold_for_one_device_and_build(tmp_path: Path) -> None:
 
 def test_outcomes_that_others_could_have_written_are_not_believed(tmp_path: Path) -> None:
     kept = Kept(tmp_path, "device", "build")
-    kept.write({"a": Outcome("a", Ended.RIGHT)})
+    kept.add(Outcome("a", Ended.RIGHT))
     kept.path.chmod(0o666)
     assert kept.read() == {}
 
@@ -62,8 +66,30 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     kept = Kept(blocked / "cache", "device", "build")
-    kept.write({"a": Outcome("a", Ended.RIGHT)})
+    assert kept.add(Outcome("a", Ended.RIGHT)) == Outcome("a", Ended.RIGHT)
     assert kept.read() == {}
+
+
+def test_what_hung_in_service_stays_condemned_by_whoever_tests_it_at_that_moment(tmp_path: Path) -> None:
+    here, there = (Kept(tmp_path, "device", "build") for _ in range(2))
+    hung = Outcome("a", Ended.HANG, "no answer")
+    here.add(Outcome("b", Ended.RIGHT))
+    there.add(hung)
+    assert here.add(Outcome("a", Ended.RIGHT)) == hung
+    assert here.add(Outcome("c", Ended.BITS)) == Outcome("c", Ended.BITS)
+    assert there.read() == {"a": hung, "b": Outcome("b", Ended.RIGHT), "c": Outcome("c", Ended.BITS)}
+    assert here.add(Outcome("a", Ended.WRONG)).ended is Ended.WRONG
+
+
+def test_many_processes_add_to_one_file(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from kernels.device_file import DeviceFile\n"
+        "file = DeviceFile(Path(sys.argv[1]), 'times', 'device', 'build')\n"
+        "for i in range(20): file.update(lambda known: known | {f'{sys.argv[2]}.{i}': 1.0})"
+    )
+    adding = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(n)]) for n in range(4)]
+    assert [each.wait(60) for each in adding] == [0] * 4
+    assert len(DeviceFile(tmp_path, "times", "device", "build").read()) == 80
 
 
 def test_admission_follows_the_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from kernels import cublas, probe
 from kernels.device import describe_cpu
+from kernels.device_file import default_folder
 from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.runtime import Repeated
@@ -236,7 +237,7 @@ class StandIn(cuda.CudaDriver):
         on_known: Callable[[], None],
     ) -> None:
         """In place of kernels.probe.admit: what is known joins; nothing is tested."""
-        kept = probe.Kept(probe.default_folder(), self.device.key, runtime.build_hash)
+        kept = probe.Kept(default_folder(), self.device.key, runtime.build_hash)
         for outcome in kept.read().values():
             probe.apply(runtime, outcome)
             on_outcome(outcome)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels import family, probe
+from kernels import family
+from kernels.device_file import default_folder
 from kernels.problem import DType, Epilogue, Problem
 from kernels.verify import check
 from tests.service.real import ROOT, Service, result, running
@@ -94,8 +95,8 @@ def test_a_self_test_finds_what_is_wrong_hangs_or_faults(tmp_path: Path) -> None
 def test_what_breaks_in_service_is_condemned_and_answered_within_ten_seconds(
     tmp_path: Path, way: str
 ) -> None:
-    if probe.default_folder().is_dir():  # outcomes of self-tests; what is condemned here stays here
-        shutil.copytree(probe.default_folder(), tmp_path / "cache")
+    if default_folder().is_dir():  # outcomes of self-tests; what is condemned here stays here
+        shutil.copytree(default_folder(), tmp_path / "cache")
     with running(
         tmp_path / "data", *FLAGS, environ=environ(tmp_path, "service.worker", {"77.0": way})
     ) as service:
