@@ -18,6 +18,7 @@ import stat
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,15 @@ def default_root() -> Path:
     return Path(os.environ.get("GEMM_KERNELS") or Path(__file__).resolve().parent.parent / ".kernels")
 
 
-def check_private(path: Path) -> None:
+def check_private(path: Path) -> Path:
     """Raise UntrustedFolder unless only we, root or the owner of this code could have written `path`.
 
-    Looks at every folder above it too: who can rename a parent can put another in its place (a sticky folder,
-    such as /tmp, forbids that).
+    Looks at every folder above it too, and above what a link leads to: who can rename a parent can put another in its
+    place (a sticky folder, such as /tmp, forbids that). Returns the path without links, to open what was looked at.
     """
     trusted = {0, os.geteuid(), Path(__file__).stat().st_uid}
-    path = path.resolve()
-    for place in (path, *path.parents):
+    named, path = path.absolute(), path.resolve()
+    for place in dict.fromkeys((path, *path.parents, *named.parents)):
         info = place.stat()
         if info.st_uid not in trusted:
             raise UntrustedFolder(
@@ -90,6 +91,7 @@ def check_private(path: Path) -> None:
             raise UntrustedFolder(
                 f"other users can write {place}, so kernels under it are not loaded (chmod go-w {place})"
             )
+    return path
 
 
 def read_json(root: Path, arch: str) -> dict[str, Any]:
@@ -154,12 +156,10 @@ class Libraries:
         stem = info.library if suffix == "so" else name
         return self.root / self.manifest.arch / info.folder / f"{stem}.{suffix}"
 
-    @property
+    @cached_property
     def driver(self) -> Path:
         """The library that answers for CUDA: the compiler's run-time library, or its stand-in."""
-        path = self._stand_in or self.root / RUNTIME
-        check_private(path)
-        return path
+        return check_private(self._stand_in or self.root / RUNTIME)
 
     def load(self, name: str) -> Callable[..., Any]:
         """The callable `name`, its library opened if it isn't yet."""
@@ -182,9 +182,9 @@ def open_library(library: Path, runtime: Path, stand_in: Path | None = None) -> 
     """
     import tvm_ffi
 
-    for path in (library, runtime, *([stand_in] if stand_in else [])):
-        check_private(path)
+    library, runtime = check_private(library), check_private(runtime)
     if stand_in:
+        stand_in = check_private(stand_in)
         ctypes.CDLL(str(stand_in), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(runtime), mode=ctypes.RTLD_LOCAL if stand_in else ctypes.RTLD_GLOBAL)
     return tvm_ffi.load_module(str(library))

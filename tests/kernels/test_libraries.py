@@ -39,6 +39,17 @@ def test_folder_that_others_write_is_refused(library: Path, mode: int, up: int) 
         open_library(library, library)
 
 
+def test_a_link_is_followed_once_and_its_own_folder_looked_at(library: Path) -> None:
+    own = library.parents[2] / "links"
+    own.mkdir(mode=0o755)
+    link = own / "lib.so"
+    link.symlink_to(library)
+    assert check_private(link) == library.resolve()
+    own.chmod(0o777)
+    with pytest.raises(UntrustedFolder, match=f"chmod go-w {own}"):
+        check_private(link)
+
+
 def test_file_that_others_write_is_refused(library: Path) -> None:
     library.chmod(0o666)
     with pytest.raises(UntrustedFolder, match="other users can write"):
