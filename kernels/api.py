@@ -6,7 +6,7 @@ current stream, and may be captured into a CUDA graph once the same product has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -39,7 +39,8 @@ def gemm(
 
     a [M, K] or [batch, M, K], b [K, N] or [batch, K, N], c and out [M, N] or [batch, M, N]; a batch of 1
     broadcasts. A and B share a dtype: fp16, bf16, fp32 or fp64. `beta` defaults to 1 with `c`, else 0;
-    `out_dtype` to A's. `out` may be `c` itself; it may not overlap A or B.
+    `out_dtype` to A's. `out` may be `c` itself and may overlap C and the bias, which are then copied; it may not
+    overlap A or B.
 
     batch_invariant: a row's bits depend neither on M nor on other rows; without it the fastest variant runs.
     Raises TypeError or ValueError for what can't be meant, kernels.problem.Unsupported where the named
@@ -130,7 +131,8 @@ def _apart(calls: Sequence[_Call]) -> None:
 
 
 def _flat(x: Any) -> Any:
-    return x if x.dim() == 3 else x.view(1, 1, -1)  # a bias
+    """A bias or a matrix as a view of three dimensions."""
+    return x if x.dim() == 3 else x[(None,) * (3 - x.dim())]
 
 
 class _Options(NamedTuple):
@@ -200,8 +202,8 @@ class _Facts(NamedTuple):
 class _Plan:
     """A product without its memory: `problem` lacks where C and D lie, as `described` adds it.
 
-    `shape` is D's, three-dimensional; `flat`: the result has two dimensions; `line` is _line's; `nbytes` are what A, B
-    and D span, as _Facts has it.
+    `shape` is D's, three-dimensional; `flat`: the result has two dimensions; `line` is _line's; `nbytes` are what A, B,
+    C, the bias and D span, as _Facts has it, by name.
     """
 
     problem: Problem
@@ -209,7 +211,7 @@ class _Plan:
     flat: bool
     dtype: Any
     line: int
-    nbytes: tuple[int, int, int]
+    nbytes: Mapping[str, int]
 
     def described(self, d: Any, c: Any) -> Problem:
         """The whole problem."""
@@ -267,7 +269,9 @@ def _plan(
         ldb=ldb,
         ldd=_pitch(d),
     )  # fmt: skip
-    return _Plan(problem, (batch, m, n), flat, d.dtype, _line(d), (a.nbytes, b.nbytes, d.nbytes))
+    spans = {"a": a, "b": b, "c": c, "bias": bias, "d": d}
+    nbytes = {name: x.nbytes for name, x in spans.items() if x is not None}
+    return _Plan(problem, (batch, m, n), flat, d.dtype, _line(d), nbytes)
 
 
 def _beta(beta: float | None, c: _Facts | None) -> float:
@@ -306,7 +310,6 @@ class _Call:
         )
         self.nbytes = plan.nbytes
         self.a, self.b = _three(a), _three(b)
-        self.c: Any = None if c is None else _three(c)
         self.bias: Any = None if bias is None else bias.detach().contiguous()
         self.result: Any = out
         if out is None:
@@ -316,10 +319,9 @@ class _Call:
                 plan.shape[1:] if plan.flat else plan.shape, dtype=plan.dtype, device=a.device
             )
         self.d: Any = _three(self.result)
+        self.c: Any = None if c is None else _three(c).expand(self.d.shape)
         if out is not None:
-            self._check_apart()
-        if c is not None:
-            self._separate_c(plan.problem.epilogue)
+            self._part(plan.problem.epilogue)
         self.problem = plan.described(self.d, self.c)
 
     @property
@@ -329,27 +331,23 @@ class _Call:
 
     def spans(self) -> Iterator[tuple[str, Any, int]]:
         """Each tensor that has elements, its name, and how many bytes it spans."""
-        for name, nbytes in zip(("a", "b", "d"), self.nbytes, strict=True):
+        for name, nbytes in self.nbytes.items():
             if (x := getattr(self, name)).numel():
                 yield name, x, nbytes
-        for name in ("c", "bias"):
-            if (x := getattr(self, name)) is not None and x.numel():
-                yield name, x, _Facts.of(x, name).nbytes
 
-    def _check_apart(self) -> None:
-        """D overwrites neither A nor B."""
-        of_a, of_b, of_d = self.nbytes
+    def _part(self, tail: Epilogue) -> None:
+        """Copy C and the bias where D would overwrite them; refuse a D that overwrites A or B."""
         start = self.d.data_ptr()
-        for name, x, nbytes in (("a", self.a, of_a), ("b", self.b, of_b)):
+        end = start + self.nbytes["d"]
+        for name, nbytes in self.nbytes.items():
+            x = getattr(self, name)
             begins = x.data_ptr()
-            if begins < start + of_d and start < begins + nbytes and overlap(self.d, x):
+            if name == "d" or begins >= end or start >= begins + nbytes:
+                continue
+            if name == "bias" or (name == "c" and tail.reads_c):
+                setattr(self, name, separate(x, self.d))
+            elif name != "c" and overlap(self.d, x):
                 raise ValueError(f"out overlaps {name}")
-
-    def _separate_c(self, tail: Epilogue) -> None:
-        """C as D's shape; copied where D overwrites it before it is read."""
-        c = self.c.expand(self.d.shape)
-        same = c.data_ptr() == self.d.data_ptr() and c.stride() == self.d.stride() and c.dtype == self.d.dtype
-        self.c = c.clone() if tail.reads_c and not same and overlap(self.d, c) else c
 
 
 def _three(x: Any) -> Any:
@@ -388,6 +386,12 @@ def _line(d: _Facts) -> int:
     for extent, stride in zip(d.shape[:2], d.stride[:2], strict=True):
         bits |= stride * size if extent > 1 else 0
     return bits
+
+
+def separate(x: Any, d: Any) -> Any:
+    """C or a bias, copied where writing D would change it before it is read; C may be D itself."""
+    same = x.data_ptr() == d.data_ptr() and x.stride() == d.stride() and x.dtype == d.dtype
+    return x if same or not overlap(_flat(d), _flat(x)) else x.clone()
 
 
 def overlap(x: Any, y: Any) -> bool:
@@ -438,4 +442,4 @@ def _array(x: Any) -> Any:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-__all__ = ["DType", "Unsupported", "choice_for", "gemm", "gemm_grouped", "overlap"]
+__all__ = ["DType", "Unsupported", "choice_for", "gemm", "gemm_grouped", "overlap", "separate"]

@@ -170,7 +170,7 @@ def compute(
     """Write D into `out`, shaped [M, N] or [batch, M, N].
 
     bfloat16 comes as ml_dtypes.bfloat16 or uint16. `tensor` names B's stored content, so that `kept` may hold
-    its converted form. `out` may be `c`, and must not overlap A or B.
+    its converted form. `out` may overlap C and the bias, and must not overlap A or B.
     """
     with quiet():
         if a is not None and b is not None and _is_one_call(backend, problem) and _all_dense(a, b, out):
@@ -266,8 +266,9 @@ def _compute(
     kind = NUMPY[problem.dtype.compute]
     target = out if out.ndim == 3 else out[None]
     narrower = library.way == "exact" and _plain(problem) and target.dtype.itemsize <= kind.itemsize
-    straight = (target.dtype == kind or narrower) and not (
-        problem.epilogue.reads_c and c is not None and np.may_share_memory(c, out)
+    later = (c if problem.epilogue.reads_c else None, bias)  # read once the product is in `acc`
+    straight = (target.dtype == kind or narrower) and not any(
+        x is not None and np.may_share_memory(x, out) for x in later
     )
     acc = target if straight else scratch("acc", target.shape, kind)
     if problem.epilogue.reads_ab and problem.k:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.api import gemm
+from kernels.api import gemm, separate
 
 Product = Callable[..., Any]
 
@@ -110,6 +110,8 @@ def gemm_sharded(
     if out is None:
         shape = (len(a), sum(layout.columns))
         out = torch.empty(shape, dtype=options.get("out_dtype") or a.dtype, device=a.device)
+    # A block of D that is written may lie where the next block's C or bias does.
+    c, bias = (None if x is None else separate(x, out) for x in (c, bias))
     along_n = options.get("bias_dim", "n") == "n"
     block = b.contiguous()
     for step in range(layout.world):

@@ -77,6 +77,44 @@ def test_out_may_overlap_c_otherwise() -> None:
     assert torch.equal(kernels.gemm(a, b, c=room[1:], out=room[:-1]), want)
 
 
+def lying_in(out: Any, dim: str, dtype: Any) -> Any:
+    """A bias of 20 in D's memory: its first row, or its first bytes as another type, or a column."""
+    return out.view(dtype).flatten()[:20] if dim == "n" else out[:, 3]
+
+
+@pytest.mark.parametrize("variant", ["reference-numpy", "reference-torch", "auto"])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [("n", torch.float32), ("n", torch.bfloat16), ("m", torch.float32)]
+)
+def test_out_may_overlap_the_bias(variant: str, dim: str, dtype: Any) -> None:
+    a, b = draw(20, 30), draw(30, 20, seed=1)
+    out = draw(20, 20, seed=2)
+    want = kernels.gemm(a, b, bias=lying_in(out, dim, dtype).clone(), bias_dim=dim, variant=variant)
+    got = kernels.gemm(a, b, bias=lying_in(out, dim, dtype), bias_dim=dim, out=out, variant=variant)
+    assert torch.equal(got, want)
+
+
+def test_each_out_of_a_group_may_overlap_its_own_bias() -> None:
+    a, b = [draw(20, 30), draw(9, 30, seed=3)], [draw(30, 20, seed=1)] * 2
+    out = [draw(20, 20, seed=2), draw(9, 20, seed=4)]
+    want = [kernels.gemm(x, y, bias=d[0].clone()) for x, y, d in zip(a, b, out, strict=True)]
+    got = kernels.gemm_grouped(a, b, bias=[d[0] for d in out], out=out)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match="out of product 0 overlaps bias of product 1"):
+        kernels.gemm_grouped(a, b, bias=[out[0][0], out[0][1]], out=out)
+
+
+def test_what_a_kernel_is_given_overlaps_d_nowhere_and_is_copied_only_then() -> None:
+    options = api._options(1.0, None, "n", None, None, None, True)
+    a, b, out = draw(20, 30), draw(30, 20, seed=1), draw(20, 20, seed=2)
+    beside = draw(20, seed=3)
+    for c, bias, copied in ((out, beside, []), (out.t(), out[0], ["c", "bias"]), (None, out[5], ["bias"])):
+        call = api._Call(a, b, c, bias, out, options)
+        given = {name: x for name, x in (("c", c), ("bias", bias)) if x is not None}
+        moved = [name for name, x in given.items() if getattr(call, name).data_ptr() != x.data_ptr()]
+        assert moved == copied
+
+
 @pytest.mark.parametrize(("shape", "empty"), [((0, 4, 5), True), ((4, 0, 5), True), ((4, 5, 0), False)])
 def test_empty(shape: tuple[int, int, int], empty: bool) -> None:
     m, n, k = shape

@@ -139,6 +139,19 @@ def test_uint16_is_bfloat16_and_out_may_be_c(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("invariant", [True, False])
+def test_out_may_overlap_the_bias(backend: Backend, invariant: bool) -> None:
+    tail = Epilogue(bias=BiasDim.N)
+    problem = Problem(16, 32, 7, 1, DType.FP32, DType.FP32, epilogue=tail, batch_invariant=invariant)
+    given_ = operands(problem)
+    want = run(problem, given_, backend)
+    out = np.zeros_like(want)
+    out[0, 5] = given_["bias"]
+    compute(problem, given_["a"], given_["b"], out, None, out[0, 5], backend=backend)
+    assert out.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16, DType.FP32])
 def test_results_wider_than_the_compute_type(backend: Backend, dtype: DType) -> None:
     problem = Problem(33, 21, 70, dtype=dtype, out_dtype=DType.FP64)
