@@ -300,6 +300,7 @@ class _Call:
     """The tensors of one call, checked, as three-dimensional views, and the product that they are of."""
 
     def __init__(self, a: Any, b: Any, c: Any, bias: Any, out: Any, options: _Options) -> None:
+        a, b, c, bias = _resolved(a), _resolved(b), _resolved(c), _resolved(bias)
         plan = _plan(
             _Facts.of(a, "a"),
             _Facts.of(b, "b"),
@@ -308,6 +309,8 @@ class _Call:
             None if out is None else _Facts.of(out, "out"),
             options,
         )
+        if out is not None and out.is_neg():
+            raise ValueError("out is a view that negates what lies there (is_neg)")
         self.nbytes = plan.nbytes
         self.a, self.b = _three(a), _three(b)
         self.bias: Any = None if bias is None else bias.detach().contiguous()
@@ -348,6 +351,18 @@ class _Call:
                 setattr(self, name, separate(x, self.d))
             elif name != "c" and overlap(self.d, x):
                 raise ValueError(f"out overlaps {name}")
+
+
+def _resolved(x: Any) -> Any:
+    """The tensor; copied where memory holds its values negated, since kernels read by address. What is no tensor is
+    for _Facts to refuse.
+    """
+    if x is None:
+        return None
+    try:
+        return x.resolve_neg() if x.is_neg() else x
+    except AttributeError:
+        return x
 
 
 def _three(x: Any) -> Any:

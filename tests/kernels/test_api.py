@@ -154,6 +154,29 @@ def test_refused(arguments: dict[str, Any], error: type[Exception], words: str) 
         kernels.gemm(**({"a": draw(4, 4), "b": draw(4, 4)} | arguments))
 
 
+def negated(x: Any) -> Any:
+    """The same values as a view of memory that holds their negatives."""
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert view.is_neg()
+    return view
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "bias"])
+@pytest.mark.parametrize("variant", ["reference-numpy", "reference-torch"])
+def test_a_view_that_negates_its_memory_is_read_by_its_values(name: str, variant: str) -> None:
+    given = {"a": draw(9, 8), "b": draw(8, 7, seed=1), "c": draw(9, 7, seed=2), "bias": draw(7, seed=3)}
+    want = kernels.gemm(**given, variant=variant)
+    given[name] = negated(given[name])
+    assert torch.equal(kernels.gemm(**given, variant=variant), want)
+    call = api._Call(*given.values(), None, api._options(1.0, None, "n", None, None, None, True))
+    assert not any(x.is_neg() for x in (call.a, call.b, call.c, call.bias))  # kernels get addresses
+
+
+def test_out_that_negates_its_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="is_neg"):
+        kernels.gemm(draw(4, 4), draw(4, 4), out=negated(draw(4, 4)))
+
+
 def test_out_that_overlaps_an_input_is_refused() -> None:
     room = draw(8, 20)
     with pytest.raises(ValueError, match="overlaps a"):
