@@ -44,10 +44,13 @@ def gemm(
 
     batch_invariant: a row's bits depend neither on M nor on other rows; without it the fastest variant runs.
     Raises TypeError or ValueError for what can't be meant, kernels.problem.Unsupported where the named
-    variant can't take the product. No gradients are recorded.
+    variant can't take the product. No gradients are recorded; a gradient that needs what `out` held is an error in
+    backward, as with torch.mm.
     """
     options = _options(alpha, beta, bias_dim, activation, out_dtype, precision, batch_invariant)
     call = _Call(a, b, c, bias, out, options)
+    if out is not None:
+        _overwrites(out)
     if a.is_cuda:
         import torch
 
@@ -98,6 +101,8 @@ def gemm_grouped(
     calls = [_Call(x, y, own_c, own_bias, own_out, options) for x, y, own_c, own_bias, own_out in tensors]
     if out is not None:
         _apart(calls)
+        for each in out:
+            _overwrites(each)
     if a and a[0].is_cuda:
         import torch
 
@@ -128,6 +133,13 @@ def _apart(calls: Sequence[_Call]) -> None:
                 continue
             writer, reader, of = (i, j, other) if name == "d" else (j, i, name)
             raise ValueError(f"out of product {writer} overlaps {of} of product {reader}")
+
+
+def _overwrites(out: Any) -> None:
+    """Tell autograd, which doesn't see writes by address, that what it kept of `out` is gone."""
+    import torch
+
+    torch.autograd.graph.increment_version(out)
 
 
 def _flat(x: Any) -> Any:

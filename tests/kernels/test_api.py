@@ -154,6 +154,36 @@ def test_refused(arguments: dict[str, Any], error: type[Exception], words: str) 
         kernels.gemm(**({"a": draw(4, 4), "b": draw(4, 4)} | arguments))
 
 
+def multiply_into(out: Any) -> None:
+    kernels.gemm(draw(4, 4), draw(4, 4), out=out)
+
+
+def multiply_into_view(out: Any) -> None:
+    kernels.gemm(draw(2, 4), draw(4, 4), out=out[:2])
+
+
+def multiply_together_into(out: Any) -> None:
+    kernels.gemm_grouped([draw(4, 4)] * 2, [draw(4, 4)] * 2, out=[draw(4, 4), out])
+
+
+@pytest.mark.parametrize("write", [multiply_into, multiply_into_view, multiply_together_into])
+def test_autograd_is_told_that_out_was_written(write: Any) -> None:
+    weight, out = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+    loss = (weight * out).sum()
+    write(out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_out_may_be_a_tensor_of_inference_mode() -> None:
+    with torch.inference_mode():
+        out = draw(4, 4)
+        kernels.gemm(torch.eye(4), torch.eye(4), out=out)
+        ordinary = kernels.gemm(torch.eye(4), torch.eye(4))
+    assert torch.equal(out, torch.eye(4))
+    assert torch.equal(ordinary, out)
+
+
 def negated(x: Any) -> Any:
     """The same values as a view of memory that holds their negatives."""
     view = torch.complex(torch.zeros_like(x), -x).conj().imag
