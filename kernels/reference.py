@@ -16,6 +16,7 @@ fp64 a row at a time. With `batch_invariant` off the plain library call runs.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -435,14 +436,35 @@ def _torch_matmul(a: Array, b: Array, out: Array) -> None:
 
     left, right, target = as_tensor(a), as_tensor(b), as_tensor(out)
     threads = torch.get_num_threads()
-    if threads == 1 or 2 * out.size * a.shape[-1] > SMALL_FLOPS:
+    own = _own_threads()
+    if threads == 1 or own is None or 2 * out.size * a.shape[-1] > SMALL_FLOPS:
         torch.matmul(left, right, out=target)
         return
-    torch.set_num_threads(1)
+    of_openmp, of_mkl = own
+    of_openmp(1)
+    before = of_mkl(1)
     try:
         torch.matmul(left, right, out=target)
     finally:
-        torch.set_num_threads(threads)
+        of_mkl(before)
+        of_openmp(threads)
+
+
+@cache
+def _own_threads() -> tuple[Callable[[int], Any], Callable[[int], Any]] | None:
+    """What sets the calling thread's number of threads in the OpenMP and the MKL that torch is linked with; None where
+    it isn't linked with OpenMP.
+
+    torch.set_num_threads is for the whole process: threads that begin meanwhile would keep the number for life.
+    """
+    import torch
+
+    linked = ctypes.PyDLL(torch._C.__file__)  # symbols are looked for in all that it depends on
+    of_openmp = getattr(linked, "omp_set_num_threads", None)
+    if of_openmp is None:
+        return None
+    # Once torch was told a number MKL no longer asks OpenMP. 0, which it says at first, is: as the process has it.
+    return of_openmp, getattr(linked, "MKL_Set_Num_Threads_Local", lambda _: 0)
 
 
 _MATMUL: dict[Backend, Callable[[Array, Array, Array], None]] = {

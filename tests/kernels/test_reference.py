@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -433,3 +435,42 @@ def test_estimate_pays_for_padding() -> None:
     assert one.seconds(small, CPU) > 10 * one.seconds(Problem(1, 64, 64, dtype=DType.FP64), CPU) / 64
     assert one.unsupported(small, Device("gpu", "sm_90a")) is not None
     assert one.unsupported(small, CPU) is None
+
+
+THREADS = """
+import ctypes, threading
+import numpy as np, torch
+from kernels import reference
+
+torch.set_num_threads(2)  # MKL is told too
+mkl = getattr(ctypes.PyDLL(torch._C.__file__), "MKL_Get_Max_Threads", torch.get_num_threads)
+seen, matmul = {}, torch.matmul
+
+
+def begun():
+    torch.ones(300_000).sum()
+    seen["a thread that began meanwhile"] = torch.get_num_threads()
+
+
+def observed(*given, **named):
+    seen["the product"] = torch.get_num_threads(), mkl()
+    other = threading.Thread(target=begun)
+    other.start()
+    other.join()
+    return matmul(*given, **named)
+
+
+torch.matmul = observed
+a = np.ones((64, 64), np.float32)
+reference._torch_matmul(a, a, np.empty_like(a))
+assert seen == {"the product": (1, 1), "a thread that began meanwhile": 2}, seen
+assert (torch.get_num_threads(), mkl()) == (2, 2)
+large = np.ones((512, 512), np.float32)
+reference._torch_matmul(large, large, np.empty_like(large))
+assert seen["the product"] == (2, 2), seen
+"""
+
+
+@pytest.mark.skipif(not reference.has_torch(), reason="torch is not installed")
+def test_a_small_product_is_one_threads_and_no_other_thread_is_told_so() -> None:
+    subprocess.run([sys.executable, "-c", THREADS], check=True)
