@@ -42,6 +42,8 @@ def gemm(
     `out_dtype` to A's. `out` may be `c` itself and may overlap C and the bias, which are then copied; it may not
     overlap A or B.
 
+    precision: "tf32" lets cuBLAS round fp32 operands to TF32 ("ieee", the default, never does). torch's setting is for
+    the whole process: fp32 products that other threads queue at that moment may be TF32 too.
     batch_invariant: a row's bits depend neither on M nor on other rows; without it the fastest variant runs.
     Raises TypeError or ValueError for what can't be meant, kernels.problem.Unsupported where the named
     variant can't take the product. No gradients are recorded; a gradient that needs what `out` held is an error in

@@ -103,24 +103,32 @@ class Cublas:
 def exact_flags(*, tf32: bool = False) -> Iterator[None]:
     """torch's process-wide settings of cuBLAS as the arithmetic wants them, put back afterwards.
 
-    They are read when a product is queued, so they are held only that long, by one thread at a time.
+    They are read when a product is queued, so they are held only that long, by one thread at a time. What other
+    threads queue meanwhile by torch itself is computed by them too.
     """
     import torch
 
     settings: Any = torch.backends.cuda.matmul
     with _flags:
-        saved = {name: getattr(settings, name) for name in _REDUCTIONS}
+        # Those that are off stay as they are: to set one, even to what it is, sets its allow_splitk to True.
+        allowed = [name for name in _REDUCTIONS if getattr(settings, name)]
         precision = settings.fp32_precision
-        for name in _REDUCTIONS:
+        changes = (precision == "tf32") != tf32
+        # What was inherited must go on following the wider setting. (The same value set for both looks inherited.)
+        before = "none" if precision == torch.backends.cudnn.fp32_precision else precision
+        for name in allowed:
             setattr(settings, name, False)
-        put_back = _set_tf32(settings, tf32) if (precision == "tf32") != tf32 else None
+        if changes:
+            # cuBLAS goes by this one alone. The older ways to say it (allow_tf32, set_float32_matmul_precision) set a
+            # second value too, which they can't always put back.
+            settings.fp32_precision = "tf32" if tf32 else "ieee"
         try:
             yield
         finally:
-            for name, value in saved.items():
-                setattr(settings, name, value)
-            if put_back is not None:
-                put_back[0](put_back[1])
+            for name in allowed:
+                setattr(settings, name, True)
+            if changes:
+                settings.fp32_precision = before
 
 
 _REDUCTIONS = (
@@ -128,18 +136,6 @@ _REDUCTIONS = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
-
-
-def _set_tf32(settings: Any, tf32: bool) -> tuple[Any, Any]:
-    """Set it in the style that the process uses (torch refuses a mix); returns how to undo it."""
-    try:
-        before = settings.allow_tf32
-    except RuntimeError:
-        precision = settings.fp32_precision
-        settings.fp32_precision = "tf32" if tf32 else "ieee"
-        return (lambda value: setattr(settings, "fp32_precision", value)), precision
-    settings.allow_tf32 = tf32
-    return (lambda value: setattr(settings, "allow_tf32", value)), before
 
 
 def compute(problem: Problem, a: Any, b: Any, d: Any, c: Any = None, bias: Any = None) -> None:

@@ -1,9 +1,11 @@
-"""cuBLAS as the selector sees it: estimates against what was measured; no GPU, no torch."""
+"""cuBLAS: estimates against what was measured, without a GPU or torch; torch's settings of it are put back."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,3 +68,59 @@ def test_equal_bits_never_cost_less_than_none(batch: int) -> None:
             assert Cublas().seconds(replace(plain, batch_invariant=True), H200) > Cublas().seconds(
                 plain, H200
             )
+
+
+FLAGS = """
+import sys
+import torch
+from kernels.cublas import _REDUCTIONS, exact_flags
+
+settings = torch.backends.cuda.matmul
+
+
+def told(ask):
+    try:
+        return ask()
+    except RuntimeError:
+        return "torch refuses to say"
+
+
+def state():
+    return [
+        settings.fp32_precision,
+        torch.backends.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,
+        told(lambda: settings.allow_tf32),
+        told(torch.get_float32_matmul_precision),
+        *(getattr(settings, name) for name in _REDUCTIONS),
+        settings.allow_bf16_reduced_precision_reduction_split_k,
+    ]
+
+
+exec(sys.argv[1])
+before = state()
+for tf32 in (False, True):
+    with exact_flags(tf32=tf32):
+        assert (settings.fp32_precision == "tf32") == tf32
+        assert not any(getattr(settings, name) for name in _REDUCTIONS)
+    assert state() == before, (state(), before)
+exec(sys.argv[2])
+assert settings.fp32_precision != "tf32"
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "off"),
+    [
+        ("", ""),
+        ("torch.set_float32_matmul_precision('medium')", "torch.set_float32_matmul_precision('highest')"),
+        ("torch.set_float32_matmul_precision('high')", "settings.allow_tf32 = False"),
+        ("settings.allow_tf32 = True", "settings.allow_tf32 = False"),
+        ("settings.fp32_precision = 'tf32'", "settings.fp32_precision = 'ieee'"),
+        ("torch.backends.fp32_precision = 'tf32'", "torch.backends.fp32_precision = 'ieee'"),
+        ("settings.allow_bf16_reduced_precision_reduction = (False, False)", ""),
+    ],
+)
+def test_flags_are_put_back_however_they_were_set(user: str, off: str) -> None:
+    pytest.importorskip("torch")
+    subprocess.run([sys.executable, "-c", FLAGS, user, off], check=True)

@@ -512,19 +512,6 @@ def test_the_gpu_reference_rounds_fp64_once() -> None:
     assert near[4:].tolist() == [1.0, 0.0]
 
 
-def test_flags_are_put_back() -> None:
-    settings = torch.backends.cuda.matmul
-    before = {name: getattr(settings, name) for name in cublas._REDUCTIONS}
-    precision = settings.fp32_precision
-    with cublas.exact_flags(tf32=True):
-        assert settings.fp32_precision == "tf32"
-        assert not any(getattr(settings, name) for name in cublas._REDUCTIONS)
-    with cublas.exact_flags():
-        assert settings.fp32_precision != "tf32"
-    assert {name: getattr(settings, name) for name in cublas._REDUCTIONS} == before
-    assert settings.fp32_precision in (precision, "ieee")
-
-
 class Choosy(Fake):
     """As own kernels are: what is empty or fp64 is the reference's."""
 
