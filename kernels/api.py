@@ -305,9 +305,19 @@ def _d(shape: tuple[int, int, int], a: _Facts, out: _Facts | None, dtype: Any) -
         raise TypeError(f"out is {out.dtype}, out_dtype {dtype}")
     if tuple(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, D is {shape}")
-    if any(step == 0 and size > 1 for step, size in zip(out.stride, shape, strict=True)):
-        raise ValueError("elements of out share memory (an expanded tensor)")
+    if not _is_apart(out):
+        raise ValueError(f"elements of out share memory, or lie between each other's: strides {out.stride}")
     return out
+
+
+def _is_apart(x: _Facts) -> bool:
+    """Whether each dimension's stride steps over all that the dimensions of smaller strides span."""
+    span = 1
+    for step, size in sorted(zip(x.stride, x.shape, strict=True)):
+        if size > 1 and step < span:
+            return False
+        span += (size - 1) * step
+    return True
 
 
 class _Call:

@@ -145,6 +145,9 @@ def test_size_one_dimensions_with_odd_strides() -> None:
         ({"out": draw(4, 4), "out_dtype": torch.float16}, TypeError, "out_dtype"),
         ({"out": draw(2, 4, 4)}, ValueError, "out has shape"),
         ({"out": draw(4, 1).expand(4, 4)}, ValueError, "share memory"),
+        ({"out": draw(20).as_strided((4, 4), (3, 1))}, ValueError, "share memory"),
+        ({"out": draw(20).as_strided((4, 4), (1, 2))}, ValueError, "share memory"),
+        ({"a": draw(2, 4, 4), "out": draw(40).as_strided((2, 4, 4), (15, 4, 1))}, ValueError, "share memory"),
         ({"a": draw(2, 4, 4), "b": draw(3, 4, 4)}, ValueError, "batch sizes"),
         ({"variant": "step9-999x999"}, Unsupported, "does not exist"),
     ],
@@ -189,6 +192,15 @@ def negated(x: Any) -> Any:
     view = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert view.is_neg()
     return view
+
+
+@pytest.mark.parametrize(
+    "strides", [(16, 4, 1), (16, 1, 4), (4, 8, 1), (1, 2, 8), (1, 8, 2), (999, 8, 2), (20, 5, 1)]
+)
+def test_out_may_have_any_strides_by_which_no_elements_share_memory(strides: tuple[int, ...]) -> None:
+    a, b = draw(2, 4, 9), draw(9, 4)
+    out = torch.zeros(2000).as_strided((2, 4, 4), strides)
+    assert torch.equal(kernels.gemm(a, b, out=out), kernels.gemm(a, b))
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c", "bias"])
