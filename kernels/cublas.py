@@ -147,7 +147,7 @@ def compute(problem: Problem, a: Any, b: Any, d: Any, c: Any = None, bias: Any =
     tail = problem.epilogue
     tf32 = problem.precision is Precision.TF32
     kind = torch.float64 if problem.dtype is DType.FP64 else torch.float32
-    if not tail.reads_ab or problem.k == 0:
+    if not tail.reads_ab:
         acc = torch.zeros(d.shape, dtype=kind, device=d.device)
     elif problem.batch_invariant:
         acc = torch.empty(d.shape, dtype=kind, device=d.device)

@@ -6,7 +6,7 @@ process may use it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -90,6 +90,8 @@ class Problem:
     in elements; 0 means compact. `aligned` is the largest power of two, up to 128, that divides the addresses
     of D's rows in bytes (1: columns are apart too). Where A and B lie matters to Steps 4 to 8 alone: what TMA
     can't address of them is packed before it reaches the Step 9 family.
+
+    The epilogue becomes the one that is computed: with K = 0 its alpha is 0, whatever was given.
     """
 
     m: int
@@ -115,6 +117,9 @@ class Problem:
         for name in ("m", "n", "k", "batch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.k == 0 and self.epilogue.reads_ab:
+            # The product is 0 then, also where IEEE's alpha · 0 would be NaN.
+            object.__setattr__(self, "epilogue", replace(self.epilogue, alpha=0.0))
 
     @property
     def flops(self) -> int:

@@ -85,7 +85,7 @@ class Reference:
         rows = problem.m
         moved = problem.bytes_read + problem.bytes_written
         call = 3e-6 if self.backend == "numpy" else 6e-6
-        if problem.batch_invariant and problem.epilogue.reads_ab and problem.k:
+        if problem.batch_invariant and problem.epilogue.reads_ab:
             if self.backend == "numpy" and compute is DType.FP32:
                 peak /= 2  # computed in fp64
                 moved += 24 * work  # the passes that look for values near a rounding boundary
@@ -198,7 +198,7 @@ def compute_stacked(
     Problems have batch 1 and differ in M only, and in C and bias. Each `out` is [M, N].
     """
     first = problems[0]
-    if not first.batch_invariant or not first.epilogue.reads_ab or first.k == 0 or first.n == 0:
+    if not first.batch_invariant or not first.epilogue.reads_ab or first.n == 0:
         for problem, one_a, one_out, one_c, one_bias in zip(problems, a, out, c, bias, strict=True):
             compute(problem, one_a, b, one_out, one_c, one_bias, backend=backend, tensor=tensor, kept=kept)
         return
@@ -272,7 +272,7 @@ def _compute(
         x is not None and np.may_share_memory(x, out) for x in later
     )
     acc = target if straight else scratch("acc", target.shape, kind)
-    if problem.epilogue.reads_ab and problem.k:
+    if problem.epilogue.reads_ab:
         assert a is not None
         assert b is not None
         _products(problem, _matrices(a, problem.trans_a), _matrices(b, problem.trans_b), acc, library)

@@ -83,7 +83,7 @@ def _expected(
     shape = (problem.batch, problem.m, problem.n)
     value, scale = np.zeros(shape, wide), np.zeros(shape, wide)
     free = np.zeros(shape, np.bool_)
-    if tail.reads_ab and problem.k:
+    if tail.reads_ab:
         assert a is not None
         assert b is not None
         left, right = _wide(a, problem.trans_a, wide), _wide(b, problem.trans_b, wide)

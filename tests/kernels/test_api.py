@@ -123,6 +123,12 @@ def test_empty(shape: tuple[int, int, int], empty: bool) -> None:
     assert empty or bool((got == 1).all())
 
 
+@pytest.mark.parametrize("alpha", [float("inf"), float("nan")])
+def test_without_k_alpha_does_not_count(alpha: float) -> None:
+    got = kernels.gemm(draw(3, 0), draw(0, 2), c=torch.ones(3, 2), bias=torch.ones(2), alpha=alpha, beta=2)
+    assert got.tolist() == [[3, 3]] * 3
+
+
 def test_size_one_dimensions_with_odd_strides() -> None:
     a = draw(1, 9).as_strided((1, 9), (7777, 1))
     b = draw(9, 1).as_strided((9, 1), (1, 5))

@@ -76,6 +76,8 @@ def test_an_operand_along_k_comes_in_one_box_and_across_in_boxes_of_64_rows() ->
 def test_alpha_zero_reads_nothing_and_a_refused_operand_is_an_error() -> None:
     data, _ = table([product(8, 8, 80), product(8, 8, 80, epilogue=Epilogue(alpha=0.0))], 64, 64, 8, Maps())
     assert [field(data, 2, i, "k_tiles") for i in range(2)] == [2, 0]
+    data, _ = table([product(8, 8, 0, epilogue=Epilogue(alpha=float("inf")))], 64, 64, 8, Maps())
+    assert (field(data, 1, 0, "k_tiles"), field(data, 1, 0, "alpha")) == (0, 0.0)
     with pytest.raises(ValueError, match="can't address"):
         table([product(8, 8, 8)], 64, 64, 8, Maps(error=1))
 

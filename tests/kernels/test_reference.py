@@ -118,6 +118,21 @@ def test_what_is_not_read_does_not_spread(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("alpha", [np.inf, -np.inf, np.nan, 2.0])
+@pytest.mark.parametrize("dtype", list(DType))
+def test_without_k_alpha_does_not_count(backend: Backend, alpha: float, dtype: DType) -> None:
+    tail = Epilogue(alpha=alpha, beta=2, c=True, bias=BiasDim.N, activation=Activation.RELU)
+    problem = Problem(3, 2, 0, dtype=dtype, out_dtype=DType.FP32, epilogue=tail)
+    kind = NUMPY[dtype]
+    a, b = np.empty((3, 0), kind), np.empty((0, 2), kind)
+    c, bias = np.full((3, 2), 1, kind), np.array([-1, -3], kind)
+    outs = [np.empty((3, 2), np.float32) for _ in range(3)]
+    compute(problem, a, b, outs[0], c, bias, backend=backend)
+    compute_stacked([problem] * 2, [a] * 2, b, outs[1:], [c] * 2, [bias] * 2, backend=backend)
+    assert all((out == [1, 0]).all() for out in outs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("out_dtype", [DType.FP16, DType.FP32])
 def test_overflow_is_infinity(backend: Backend, out_dtype: DType) -> None:
     a = np.full((2, 3), 3e38, np.float32)

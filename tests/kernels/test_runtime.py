@@ -500,6 +500,18 @@ def test_the_gpu_reference_on_fp32(invariant: bool) -> None:
             assert check(problem, d.numpy(), a.numpy(), b.numpy(), c.numpy(), bias.numpy()).ok
 
 
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("alpha", [float("inf"), float("nan")])
+def test_the_gpu_reference_without_k(alpha: float, invariant: bool) -> None:
+    problem = Problem(
+        3, 2, 0, dtype=DType.FP32, out_dtype=DType.FP32,
+        epilogue=Epilogue(alpha, 2.0, True, BiasDim.N), batch_invariant=invariant,
+    )  # fmt: skip
+    d = torch.empty(1, 3, 2)
+    cublas.compute(problem, torch.empty(1, 3, 0), torch.empty(1, 0, 2), d, torch.ones(1, 3, 2), torch.ones(2))
+    assert (d == 3).all()
+
+
 def test_the_gpu_reference_rounds_fp64_once() -> None:
     x = torch.tensor([1 + 2.0**-8 + 2.0**-40, -(1 + 2.0**-8 + 2.0**-40), 1e300, torch.nan, 1 + 2.0**-8, 0.0])
     x = x.double()
