@@ -40,7 +40,7 @@ def gemm(
     a [M, K] or [batch, M, K], b [K, N] or [batch, K, N], c and out [M, N] or [batch, M, N]; a batch of 1
     broadcasts. A and B share a dtype: fp16, bf16, fp32 or fp64. `beta` defaults to 1 with `c`, else 0;
     `out_dtype` to A's. `out` may be `c` itself and may overlap C and the bias, which are then copied; it may not
-    overlap A or B.
+    overlap A or B. alpha and beta are rounded to fp32 (to fp64 where A is fp64): infinite above its range, 0 below.
 
     precision: "tf32" lets cuBLAS round fp32 operands to TF32 ("ieee", the default, never does). torch's setting is for
     the whole process: fp32 products that other threads queue at that moment may be TF32 too.

@@ -6,8 +6,12 @@ process may use it.
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+_FP32 = struct.Struct("<f")
 
 
 class DType(StrEnum):
@@ -91,7 +95,8 @@ class Problem:
     of D's rows in bytes (1: columns are apart too). Where A and B lie matters to Steps 4 to 8 alone: what TMA
     can't address of them is packed before it reaches the Step 9 family.
 
-    The epilogue becomes the one that is computed: with K = 0 its alpha is 0, whatever was given.
+    The epilogue becomes the one that is computed: alpha and beta are rounded to the compute type (a kernel takes
+    them as fp32), and with K = 0 alpha is 0, whatever was given.
     """
 
     m: int
@@ -117,9 +122,12 @@ class Problem:
         for name in ("m", "n", "k", "batch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.k == 0 and self.epilogue.reads_ab:
-            # The product is 0 then, also where IEEE's alpha · 0 would be NaN.
-            object.__setattr__(self, "epilogue", replace(self.epilogue, alpha=0.0))
+        compute, tail = self.dtype.compute, self.epilogue
+        # Without K the product is 0, also where IEEE's alpha · 0 would be NaN.
+        alpha = _rounded(tail.alpha, compute) if self.k else 0.0
+        beta = _rounded(tail.beta, compute)
+        if (alpha, beta) != (tail.alpha, tail.beta):
+            object.__setattr__(self, "epilogue", replace(tail, alpha=alpha, beta=beta))
 
     @property
     def flops(self) -> int:
@@ -148,3 +156,13 @@ class Problem:
             self.ldc or self.n,
             self.ldd or self.n,
         )
+
+
+def _rounded(x: float, compute: DType) -> float:
+    """`x` in the compute type, to nearest even: infinite or 0 beyond its range."""
+    if compute is DType.FP64:
+        return x
+    try:
+        return float(_FP32.unpack(_FP32.pack(x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)

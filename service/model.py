@@ -76,8 +76,15 @@ class GemmFields(BaseModel):
 
     trans_a: Flag = Field(False, description="A is stored [K, M]")
     trans_b: Flag = Field(False, description="B is stored [N, K]")
-    alpha: Real = Field(1.0, description="Factor of the product; with 0, A and B are not read")
-    beta: Real | None = Field(None, description="Factor of C: 1 with `c`, else 0; with 0, C is not read")
+    alpha: Real = Field(
+        1.0,
+        description="Factor of the product, rounded to fp32 (fp64 where A is fp64): infinite above its range, "
+        "0 below; with 0, A and B are not read",
+    )
+    beta: Real | None = Field(
+        None,
+        description="Factor of C, rounded as alpha is: 1 with `c`, else 0; with 0, C is not read",
+    )
     bias_dim: Literal["n", "m"] = Field("n", description="Dimension of D that the bias runs along")
     activation: Literal["none", "relu", "gelu", "silu"] = "none"
     precision: Literal["ieee", "tf32"] = Field(

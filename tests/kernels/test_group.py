@@ -78,6 +78,8 @@ def test_alpha_zero_reads_nothing_and_a_refused_operand_is_an_error() -> None:
     assert [field(data, 2, i, "k_tiles") for i in range(2)] == [2, 0]
     data, _ = table([product(8, 8, 0, epilogue=Epilogue(alpha=float("inf")))], 64, 64, 8, Maps())
     assert (field(data, 1, 0, "k_tiles"), field(data, 1, 0, "alpha")) == (0, 0.0)
+    data, _ = table([product(8, 8, 8, epilogue=Epilogue(alpha=1e39))], 64, 64, 8, Maps())
+    assert field(data, 1, 0, "alpha") == float("inf")
     with pytest.raises(ValueError, match="can't address"):
         table([product(8, 8, 8)], 64, 64, 8, Maps(error=1))
 

@@ -512,6 +512,15 @@ def test_the_gpu_reference_without_k(alpha: float, invariant: bool) -> None:
     assert (d == 3).all()
 
 
+def test_the_gpu_reference_takes_factors_beyond_fp32() -> None:
+    """torch refuses them as they are."""
+    tail = Epilogue(1e-46, 1e39, True)
+    d, ones = torch.empty(1, 2, 2), torch.ones(1, 2, 2)
+    problem = Problem(2, 2, 2, dtype=DType.FP32, out_dtype=DType.FP32, epilogue=tail)
+    cublas.compute(problem, ones * torch.nan, ones, d, ones)
+    assert torch.isposinf(d).all()
+
+
 def test_the_gpu_reference_rounds_fp64_once() -> None:
     x = torch.tensor([1 + 2.0**-8 + 2.0**-40, -(1 + 2.0**-8 + 2.0**-40), 1e300, torch.nan, 1 + 2.0**-8, 0.0])
     x = x.double()
