@@ -101,6 +101,8 @@ class Step9:
         tail = t.p * t.q * problem.out_dtype.itemsize / DRAIN_RATE
         if not self._by_tma(problem):
             tail *= PLAIN_COST
+        elif t.swap:
+            tail *= ACROSS_COST
         if t.pingpong:
             tail /= 2
         if t.exchanges:
@@ -143,6 +145,7 @@ STEP_SECONDS = 150e-9  # whatever its size
 CLUSTER_STEP_SECONDS = 190e-9  # where blocks share operands, and each waits for the slower
 DRAIN_RATE = 71e9
 PLAIN_COST = 2.8
+ACROSS_COST = 2.4  # where D is transposed on its way out
 READ_SHARE = 0.93
 CAPPED_FLOPS = 9.9e14  # at 700 W, if nothing else cost energy
 CAPPED_BYTES = 5.0e13

@@ -136,6 +136,7 @@ def test_own_kernels_run_where_they_are_meant_to(shape: tuple[int, int, int], in
         (72, 8192, 8192, "64x80-2x1-swap"),  # 5 % quicker than 128x64
         (128, 8192, 8192, "64x128-2x1"),
         (160, 8192, 8192, "128x80-1x2-swap"),
+        (512, 512, 512, "64x64"),  # 4 % quicker than 64x32-swap
         (128, 4096, 4096, "64x64"),  # 8 % quicker than 64x80-2x1-swap
     ],
 )
