@@ -175,9 +175,7 @@ class Supervisor:
         self.draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
-        for work in list(self.queue):
-            self.queue.discard(work)
-            self._fail(work, ServiceError("draining", "the service shut down before this was done"))
+        self._fail_queued()
         await self.kept.bring_all(grace)
         for handle in self.handles:
             handle.drain()
@@ -189,9 +187,17 @@ class Supervisor:
             handle.kill_for_good()
         if runs:
             await asyncio.wait(runs, timeout=5.0)
+        self._fail_queued()  # what a worker still held came back to the queue as it ended
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _fail_queued(self) -> None:
+        """Fail what waits for a worker, so that who asked can ask another front."""
+        for work in list(self.queue):
+            self.queue.discard(work)
+            text = "the service shut down before this was done"
+            self._fail(work, ServiceError("draining", text, retry_after=1.0))
 
     # -- work ---------------------------------------------------------------------------------------------------
 

@@ -328,6 +328,20 @@ async def test_draining_refuses_new_work_and_finishes_the_rest(bench: Bench) -> 
     assert bench.supervisor.handles[0].pid is None
 
 
+async def test_what_outlives_the_grace_is_told_so_and_may_be_asked_elsewhere(bench: Bench) -> None:
+    with bench.standing():
+        running = asyncio.ensure_future(bench.gemm(HEAVY, HEAVY))
+        await bench.until(lambda: bench.supervisor.handles[0].flights)
+        queued = [asyncio.ensure_future(bench.gemm(A, B)) for _ in range(2)]
+        await bench.until(lambda: bench.supervisor.queue.depth == 2)
+        await bench.supervisor.drain(0.2)
+    for each in (running, *queued):
+        with pytest.raises(ServiceError, match="shut down before") as caught:
+            await each
+        assert (caught.value.code, caught.value.status, caught.value.retry_after) == ("draining", 503, 1.0)
+    assert bench.slots.bytes_by_state["request"] == 0
+
+
 async def test_two_workers_share_the_work_and_one_that_dies_takes_only_itself_out() -> None:
     bench = await Bench(replace(OPTIONS, workers=2)).start()
     await bench.until(lambda: all(handle.state is State.READY for handle in bench.supervisor.handles))
