@@ -26,7 +26,29 @@ LEAST = 0.45
 #: Batches that the roofline shows.
 POINTS = 96
 
+#: Routes by which products are asked for: the door, the host's socket, /v2 over HTTP and over gRPC.
+PRODUCT_ROUTES = frozenset(
+    {
+        "/gemm",
+        "local",
+        "/v2/models/{model}/infer",
+        "/v2/models/{model}/versions/{version}/infer",
+        "grpc/ModelInfer",
+        "grpc/ModelStreamInfer",
+    }
+)
+
 Key = tuple[str, tuple[tuple[str, str], ...]]
+Wanted = str | frozenset[str]  # a label's value, or any of these
+
+
+def _carries(has: tuple[tuple[str, str], ...], labels: Mapping[str, Wanted]) -> bool:
+    """Whether a sample carries all these labels."""
+    own = dict(has)
+    return all(
+        own.get(name) == value if isinstance(value, str) else own.get(name) in value
+        for name, value in labels.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +66,24 @@ class Delta:
     seconds: float
     values: Mapping[Key, float]
 
-    def total(self, name: str, **labels: str) -> float:
+    def total(self, name: str, **labels: Wanted) -> float:
         """The sum over samples of `name` that carry all `labels`."""
-        wanted = set(labels.items())
-        return sum(value for (n, has), value in self.values.items() if n == name and wanted <= set(has))
+        return sum(value for (n, has), value in self.values.items() if n == name and _carries(has, labels))
 
-    def rate(self, name: str, **labels: str) -> float:
+    def rate(self, name: str, **labels: Wanted) -> float:
         """The same, a second."""
         return self.total(name, **labels) / self.seconds
 
-    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+    def buckets(self, name: str, **labels: Wanted) -> dict[float, float]:
         """Counts of a histogram by upper bound, cumulated."""
-        wanted = set(labels.items())
         found: dict[float, float] = {}
         for (n, has), value in self.values.items():
-            if n == f"{name}_bucket" and wanted <= set(has):
+            if n == f"{name}_bucket" and _carries(has, labels):
                 bound = float(dict(has)["le"])
                 found[bound] = found.get(bound, 0.0) + value
         return dict(sorted(found.items()))
 
-    def spread(self, name: str, **labels: str) -> dict[str, float | None]:
+    def spread(self, name: str, **labels: Wanted) -> dict[str, float | None]:
         """Mean, median and 99th percentile of a histogram; None where nothing was observed."""
         count = self.total(f"{name}_count", **labels)
         if count <= 0:
@@ -172,12 +192,12 @@ def rates(delta: Delta | None) -> dict[str, Any]:
     return {
         "window_seconds": delta.seconds,
         "requests_per_second": delta.rate("gemm_requests_total"),
-        "gemms_per_second": delta.rate("gemm_requests_total", route="/gemm"),
+        "gemms_per_second": delta.rate("gemm_requests_total", route=PRODUCT_ROUTES),
         "flops_per_second": delta.rate("gemm_flops_total"),
         "kernel_busy": busy / delta.seconds,
         "wait": delta.spread("gemm_queue_wait_seconds"),
         "kernel": delta.spread("gemm_stage_seconds", stage="kernel"),
-        "request": delta.spread("gemm_request_duration_seconds", route="/gemm"),
+        "request": delta.spread("gemm_request_duration_seconds", route=PRODUCT_ROUTES),
         "batch": {**delta.spread("gemm_batch_requests"), "sizes": _apart(sizes)},
         "stages": {
             stage: mean

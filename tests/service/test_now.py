@@ -10,6 +10,7 @@ import pytest
 from service.messages import BatchDone, ItemDone, Operand, Report
 from service.metrics import Metrics
 from service.now import WINDOW, Now, point_of, quantile, rates, tensor, touched
+from service.routes import inference
 from tests.service.works import work
 
 
@@ -30,6 +31,30 @@ def test_rates_are_taken_between_samples() -> None:
     assert told["requests_per_second"] == 3.5
     assert told["request"]["mean"] == pytest.approx(0.01)
     assert told["kernel"]["mean"] is None
+
+
+def test_products_count_by_whichever_door_they_are_asked_for() -> None:
+    metrics, now = Metrics(), Now()
+    now.sample(metrics, 100.0)
+    doors = (
+        "/gemm",
+        "local",
+        *infers(),
+        "grpc/ModelInfer",
+        "grpc/ModelStreamInfer",
+    )
+    for number, route in enumerate(doors):
+        metrics.request(route, 200, 0.01 * (number + 1))
+    metrics.request("/tensors", 200, 1.0)
+    told = rates(now.sample(metrics, 102.0))
+    assert told["gemms_per_second"] == len(doors) / 2
+    assert told["request"]["count"] == len(doors)
+    assert told["request"]["mean"] == pytest.approx(0.01 * (len(doors) + 1) / 2)
+
+
+def infers() -> list[str]:
+    """Paths of /v2 by which products are asked for."""
+    return [route.path for route in inference.router.routes if route.path.endswith("/infer")]  # type: ignore[attr-defined]
 
 
 def test_the_window_moves_on_and_a_gap_empties_it() -> None:
