@@ -44,13 +44,13 @@ class Step:
         tail = problem.epilogue
         reasons = [
             (self.number > 8, "the Step 9 family is called through kernels.gemm"),
+            (min(m, n, k) < 1, "there must be something to compute"),
             (problem.dtype not in {DType.FP16, DType.BF16}, f"its inputs are 16-bit, not {problem.dtype}"),
             (problem.out_dtype is not problem.dtype, "its output has the type of its inputs"),
             (problem.batch != 1, "it computes one product"),
             (problem.trans_a or not problem.trans_b, "A and B must be stored along K, as [M, K] and [N, K]"),
             (tail.reads_c or tail.bias is not None, "it has no epilogue"),
             (tail.alpha != 1.0 or tail.activation != "none", "it has no epilogue"),
-            (min(m, n, k) < 1, "there must be something to compute"),
             (self.number < 3 and max(m, n) > TILE_MN, f"it computes one tile of {TILE_MN}×{TILE_MN}"),
             (self.number < 2 and k > TILE_K, f"it takes K up to {TILE_K}"),
             (self.number == 3 and -(-n // TILE_MN) > 65_535, "a grid has at most 65,535 rows"),

@@ -121,6 +121,12 @@ class FakeLibraries:
         return self.functions[name]
 
 
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a self-test one product a kind: the stand-in takes its time."""
+    monkeypatch.setattr(selftest, "CASES", selftest.CASES[3:4])
+
+
 def make(*variants: Variant, check_: Any = None, **functions: Any) -> Runtime:
     functions = functions or {"step9_fake": stand_in}
     return Runtime(
@@ -329,6 +335,7 @@ def broken(*arguments: Any) -> None:
     first[...] += 1
 
 
+@pytest.mark.usefixtures("few_cases")
 def test_a_wrong_function_is_quarantined_before_it_answers() -> None:
     gpu = make(
         Fake("step9-wrong", 1e-9), Fake("step9-fake", 2e-9), check_=module.check_function,
@@ -344,6 +351,7 @@ def test_a_wrong_function_is_quarantined_before_it_answers() -> None:
     assert gpu.choose(Problem(16, 24, 32)).variant == "step9-wrong"
 
 
+@pytest.mark.usefixtures("few_cases")
 @pytest.mark.parametrize(("wrong", "ways"), [(1, "fp16>fp16"), (3, "fp16>fp32")])
 def test_a_function_is_proven_in_every_way_that_it_writes_before_any_is_used(wrong: int, ways: str) -> None:
     def broken_in_one(*arguments: Any) -> None:
@@ -432,6 +440,7 @@ def test_the_packing_kernel_is_loaded_by_who_needs_it(monkeypatch: pytest.Monkey
     assert packs == [1]
 
 
+@pytest.mark.usefixtures("few_cases")
 @pytest.mark.parametrize("reason", [UntrustedFolder("others can write"), FileNotFoundError("x.so")])
 @pytest.mark.parametrize("check_", [None, module.check_function])
 def test_what_cannot_be_loaded_is_left_to_the_next(reason: Exception, check_: Any) -> None:
