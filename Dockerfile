@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
-# Targets: cpu (numpy and torch's CPU build), cuda (torch with CUDA, kernel libraries for sm_90a and sm_100a).
-#   docker build --target cpu  -t gemm-service:cpu .
+# Targets: cpu (numpy and torch), cuda (torch with CUDA, kernel libraries for sm_90a and sm_100a).
+#   docker build --target cpu  -t gemm-service:cpu .   (--build-arg TORCH_ARGS="--index-url INDEX" for torch's CPU build)
 #   docker build --target cuda -t gemm-service:cuda .
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
@@ -16,15 +16,17 @@ RUN python -m venv /opt/venv \
  && /opt/tools/bin/pip install -c constraints.txt cyclonedx-bom
 COPY service service
 COPY kernels kernels
+# What the page shows of the ladder as it was measured; service/page/results leads there.
+COPY benchmarks/results benchmarks/results
 
 FROM build AS build-cpu
 # TORCH_ARGS may name another index for torch's CPU build, which is smaller than the default one.
 ARG TORCH_ARGS=""
-RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc,cluster]' \
+RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc,cluster,otel]' \
  && /opt/tools/bin/cyclonedx-py environment --output-reproducible -o /opt/venv/sbom.json /opt/venv/bin/python
 
 FROM build AS build-cuda
-RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu,grpc,cluster]' \
+RUN /opt/venv/bin/pip install -c constraints.txt '.[gpu,grpc,cluster,otel]' \
  && /opt/tools/bin/cyclonedx-py environment --output-reproducible -o /opt/venv/sbom.json /opt/venv/bin/python
 
 # ---- the kernels, compiled ahead of time: the final image holds no compiler -----------------------------------
@@ -64,4 +66,5 @@ FROM runtime AS cuda
 COPY --from=build-cuda /opt/venv /opt/venv
 COPY --from=kernels /opt/kernels /opt/kernels
 # The driver comes from the node (NVIDIA Container Toolkit); torch brings the CUDA runtime.
-ENV GEMM_DEVICE=cuda GEMM_KERNELS=/opt/kernels NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# Outcomes of self-tests and measured times lie beside the data, so that a restart needn't test again.
+ENV GEMM_DEVICE=cuda GEMM_KERNELS=/opt/kernels GEMM_CACHE=/data/kernels NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -112,6 +112,8 @@ def test_every_variable_is_a_setting(overlay: Path) -> None:
     (pod,) = [o["spec"]["template"]["spec"] for o in rendered(overlay) if o["kind"] == "StatefulSet"]
     for variable in pod["containers"][0]["env"]:
         name = variable["name"]
+        if "fieldRef" in variable.get("valueFrom", {}):
+            continue  # for other variables to name
         assert name in OTHER_VARIABLES or name.removeprefix(PREFIX).lower() in Settings.model_fields, name
 
 
@@ -140,7 +142,7 @@ def test_the_release_names_its_image_by_digest_and_speaks_tls() -> None:
     release = {each["kind"]: each for each in rendered(ROOT / "deploy/kubernetes/overlays/release")}
     (container,) = release["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     assert re.fullmatch(r"registry\.example/gemm-service@sha256:[0-9a-f]{64}", container["image"])
-    environ = {variable["name"]: variable["value"] for variable in container["env"]}
+    environ = {variable["name"]: variable.get("value", "") for variable in container["env"]}
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     for name in ("GEMM_TLS_CERT", "GEMM_TLS_KEY", "GEMM_TLS_CLIENT_CA"):
         assert str(Path(environ[name]).parent) in mounts
@@ -173,8 +175,76 @@ def test_more_than_one_replica_shares_store_and_journal() -> None:
         assert "clusterIP" not in any_pod["spec"]
         pod_labels = stateful["spec"]["template"]["metadata"]["labels"]
         assert any_pod["spec"]["selector"].items() <= pod_labels.items()
-        names = {f"gemm-{n}.gemm" for n in range(stateful["spec"]["replicas"])}
-        assert names | {"gemm", "gemm-any"} == set(environ["GEMM_HOSTS"].split(","))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_a_pod_answers_under_every_name_that_its_services_give_it(overlay: Path) -> None:
+    objects = rendered(overlay)
+    (stateful,) = [each for each in objects if each["kind"] == "StatefulSet"]
+    environ = {
+        each["name"]: each.get("value", "")
+        for each in stateful["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    hosts = (
+        environ["GEMM_HOSTS"].replace("$(POD_NAME)", "gemm-2").replace("$(POD_NAMESPACE)", "ns").split(",")
+    )
+    services = [each["metadata"]["name"] for each in objects if each["kind"] == "Service"]
+    names = [*services, "gemm-2.gemm"]
+    suffixes = ("", ".ns", ".ns.svc", ".ns.svc.cluster.local")
+    wanted = {name + suffix for name in names for suffix in suffixes}
+    assert set(hosts) == wanted
+    assert len(hosts) == len(wanted)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_each_pod_is_scraped_once_as_the_alerts_know_it(overlay: Path) -> None:
+    objects = rendered(overlay)
+    (monitor,) = [each for each in objects if each["kind"] == "ServiceMonitor"]
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    scraped = [
+        each["metadata"]["name"]
+        for each in objects
+        if each["kind"] == "Service" and wanted <= each["metadata"]["labels"].items()
+    ]
+    assert scraped == ["gemm"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert {"targetLabel": "job", "replacement": "gemm-service"} in endpoint["relabelings"]
+    assert 'up{job="gemm-service"}' in (ROOT / "deploy/prometheus/alerts.yml").read_text()
+
+
+def test_the_operators_rules_are_prometheus_own() -> None:
+    rule = load(ROOT / "deploy/kubernetes/components/monitoring/rules.yaml")
+    own = [
+        group["rules"]
+        for name in ("rules.yml", "alerts.yml")
+        for group in load(ROOT / "deploy/prometheus" / name)["groups"]
+    ]
+    assert [group["rules"] for group in rule["spec"]["groups"]] == own
+    names = [group["name"] for group in rule["spec"]["groups"]]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.tls.yaml")], ids=len)
+def test_what_compose_mounts_is_there_and_prometheus_asks_the_service(files: tuple[str, ...]) -> None:
+    services: dict[str, Any] = {}
+    for name in files:
+        for service, told in load(ROOT / "deploy" / name)["services"].items():
+            services[service] = services.get(service, {}) | told
+    (config,) = [each for each in services["prometheus"]["command"] if each.startswith("--config.file=")]
+    file = ROOT / "deploy/prometheus" / Path(config.partition("=")[2]).name
+    (scrape,) = load(file)["scrape_configs"]
+    assert scrape["job_name"] == "gemm-service"
+    (target,) = [target for each in scrape["static_configs"] for target in each["targets"]]
+    port = services["gemm"]["environment"].get("GEMM_METRICS_PORT", "8000")
+    assert target == f"gemm:{port}"
+    for mount in services["grafana"]["volumes"]:
+        assert (ROOT / "deploy" / mount.split(":")[0]).exists(), mount
+    provisioning = ROOT / "deploy/grafana/provisioning"
+    (source,) = load(provisioning / "datasources/prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = load(provisioning / "dashboards/gemm.yaml")["providers"]
+    targets = [mount.split(":")[1] for mount in services["grafana"]["volumes"]]
+    assert any(target.startswith(provider["options"]["path"]) for target in targets)
 
 
 def test_the_images_hold_what_replicas_need() -> None:

@@ -139,7 +139,10 @@ def image(clone: Path) -> Iterator[Path]:
             *names, target = rest.split()
             for name in names:
                 into = source / target if target != "./" else source / name
-                (shutil.copytree if (clone / name).is_dir() else shutil.copy2)(clone / name, into)
+                if (clone / name).is_dir():  # links stay links, as in an image
+                    shutil.copytree(clone / name, into, symlinks=True)
+                else:
+                    shutil.copy2(clone / name, into)
             continue
         rest = (
             rest.replace("'.[torch,", "'.[")
@@ -154,8 +157,15 @@ def image(clone: Path) -> Iterator[Path]:
 def test_the_images_bill_of_materials_and_command(image: Path, tmp_path: Path) -> None:
     assert re.search(r"\d+\.\d+", run([str(image / "venv/bin/gemm-service"), "--version"], tmp_path))
     named = {each["name"] for each in json.loads((image / "venv/sbom.json").read_text())["components"]}
-    assert {"uvicorn", "numpy", "grpcio"} <= named
+    assert {"uvicorn", "numpy", "grpcio", "opentelemetry-sdk"} <= named
     assert "cyclonedx-bom" not in named
+
+
+def test_the_image_holds_the_ladder_as_it_was_measured(image: Path) -> None:
+    measured = [path.parent.name for path in (image / "venv").rglob("service/page/results/*/ladder.json")]
+    assert "h200" in measured
+    patterns = (ROOT / ".dockerignore").read_text().split()
+    assert "!benchmarks/results/*/ladder.json" in patterns  # or the folder wouldn't reach the build
 
 
 #: As a container runs it: a read-only root, a folder for data, any user of group 0. A tmpfs over /root lets that user
