@@ -73,7 +73,9 @@ def _binary(
 ) -> _Answer:
     prefix = tensor_prefix(tensor, form, name=name)
     length = len(prefix) + tensor.nbytes
-    span = conditional.range_of(transfer.header(b"range"), transfer.header(b"if-range"), tag, length)
+    span = None
+    if transfer.scope["method"] == "GET":  # of other methods a range means nothing (RFC 9110, 14.2)
+        span = conditional.range_of(transfer.header(b"range"), transfer.header(b"if-range"), tag, length)
     start, end = span or (0, length)
     headers = [*headers, (b"accept-ranges", b"bytes"), (b"content-length", str(end - start).encode())]
     if span is not None:

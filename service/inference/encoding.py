@@ -7,6 +7,7 @@ zlib form, as HTTP means it. Long pieces are worked on in a thread, where zlib r
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
@@ -17,6 +18,8 @@ from service.transfer import Transfer
 
 #: zlib's name for each form: the largest window, and 16 for gzip's frame.
 _WINDOW = {"gzip": 31, "deflate": 15}
+#: Accept-Encoding that names one, with or without a weight (RFC 9110, 12.4.2).
+_ONE_ENCODING = re.compile(r"([a-z]+)\s*(?:;\s*q=([01](?:\.\d{0,3})?))?")
 #: The fastest level: elements of matrices hardly shrink, whatever is spent on them.
 _LEVEL = 1
 _READ = 1 << 16
@@ -139,9 +142,8 @@ def reply_encoding(accept: str | None) -> str | None:
     A client that names one encoding wants it. HTTP libraries name all they know on every request, and to
     compress elements costs more than to send them, so a list is answered as it is.
     """
-    name, _, weight = (accept or "").partition(";")
-    name = name.strip().lower()
-    return name if name in _WINDOW and weight.replace(" ", "") not in ("q=0", "q=0.0") else None
+    named = _ONE_ENCODING.fullmatch((accept or "").strip().lower())
+    return named[1] if named and named[1] in _WINDOW and float(named[2] or 1) > 0 else None
 
 
 async def compressed(pieces: Iterable[bytes | memoryview], encoding: str) -> AsyncIterator[bytes]:

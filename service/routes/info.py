@@ -41,7 +41,7 @@ class Question(BaseModel):
     trans_a: Flag = False
     trans_b: Flag = False
     alpha: Real = 1.0
-    beta: Real = 0.0
+    beta: Real | None = Field(None, description="1 with c, else 0")
     c: Flag = Field(False, description="whether a C is given")
     bias: Literal["n", "m"] | None = Field(None, description="dimension of a bias, if one is given")
     activation: Literal["none", "relu", "gelu", "silu"] = "none"
@@ -85,8 +85,10 @@ async def variants(request: Request) -> dict[str, Any]:
 async def _choose(scope: Scope, receive: Receive, send: Send) -> None:
     transfer = Transfer.of(scope, receive, send)
     question = await read_question(transfer, Question)
-    if question.beta != 0 and not question.c:
+    if question.beta and not question.c:
         raise ServiceError("invalid", "beta: needs c", field="beta")
+    if question.beta is None:
+        question.beta = float(question.c)
     services: Services = scope["app"].state.services
     try:
         choice = await services.supervisor.ask("choose", question.model_dump())

@@ -34,6 +34,10 @@ async def test_a_question_is_handed_on_whole(site: Site, monkeypatch: pytest.Mon
     ((what, args),) = asked
     assert what == "choose"
     assert (args["m"], args["n"], args["k"], args["variant"], args["trans_b"]) == (1, 2, 3, "auto", False)
+    assert args["beta"] == 0.0
+    for told, beta in (({"c": True}, 1.0), ({"c": True, "beta": 0}, 0.0), ({"c": True, "beta": -2}, -2.0)):
+        await site.ann.post("/variants/choose", json={"m": 1, "n": 2, "k": 3, **told})
+        assert asked[-1][1]["beta"] == beta
 
 
 @pytest.mark.parametrize(

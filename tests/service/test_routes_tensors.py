@@ -313,6 +313,12 @@ class TestGet:
             assert part.headers["content-range"] == f"bytes {first}-{end}/{length}"
             assert part.headers["content-length"] == str(len(part.content))
 
+    async def test_head_knows_no_ranges(self, site: Site) -> None:
+        await put(site.ann, "w", tensor(2, 2))
+        for asked in ("bytes=0-3", "bytes=99-"):
+            reply = await site.ann.head("/tensors/w", headers={"accept": RAW["content-type"], "range": asked})
+            assert (reply.status_code, reply.headers["content-length"]) == (200, "16")
+
     async def test_range_outside_or_of_another_version(self, site: Site) -> None:
         await put(site.ann, "w", tensor(2, 2))
         reply = await raw(site.ann, "w", range="bytes=16-")
