@@ -326,6 +326,13 @@ class Settings(BaseModel):
             raise ValueError("1MiB or more, with its unit")
         return size or min(memory_limit() // 4, 4 * _GIB)
 
+    @field_validator("grpc_message_bytes", mode="after")
+    @classmethod
+    def _message(cls, size: int) -> int:
+        if size > 2 * _GIB:
+            raise ValueError("2GiB at most, as gRPC counts in 32 bits")
+        return size
+
     @field_validator("max_body_bytes", "max_output_bytes", "queue_bytes", mode="after")
     @classmethod
     def _whole_arena(cls, size: int, info: ValidationInfo) -> int:

@@ -74,6 +74,7 @@ def test_sizes_refused(text: str) -> None:
         ("log_level", "loud"),
         ("otel_endpoint", "collector:4318"),
         ("batch_delay_ms", "-1"),
+        ("grpc_message_bytes", "4GiB"),
     ],
 )
 def test_wrong_value_names_setting_source_and_what_is_allowed(name: str, value: str) -> None:
