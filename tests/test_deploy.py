@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from service.settings import OTHER_VARIABLES, PREFIX, Settings
+from tests.build_context import let_through
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "deploy/kubernetes/base"
@@ -245,6 +246,25 @@ def test_what_compose_mounts_is_there_and_prometheus_asks_the_service(files: tup
     (provider,) = load(provisioning / "dashboards/gemm.yaml")["providers"]
     targets = [mount.split(":")[1] for mount in services["grafana"]["volumes"]]
     assert any(target.startswith(provider["options"]["path"]) for target in targets)
+
+
+def test_a_build_is_sent_what_the_dockerfile_copies() -> None:
+    folders = ("service", "kernels", "benchmarks", "deploy", "tests")
+    paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    sent = let_through(str(path.relative_to(ROOT)) for path in paths if path.is_file() or path.is_symlink())
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    for name in names:
+        assert any(each == name or each.startswith(f"{name}/") for each in sent), name
+    assert all(each.startswith(tuple(names)) for each in sent)
+    assert not any("__pycache__" in each for each in sent)
+    # The page's link is whole in the image: what it leads to is copied as well, and only the ladder of it.
+    link = ROOT / "service/page/results"
+    assert "service/page/results" in sent
+    assert str(link.resolve().relative_to(ROOT)) in names
+    results = [each for each in sent if each.startswith("benchmarks/")]
+    assert results
+    assert {Path(each).name for each in results} == {"ladder.json"}
 
 
 def test_the_images_hold_what_replicas_need() -> None:
