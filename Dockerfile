@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # Targets: cpu (numpy and torch), cuda (torch with CUDA, kernel libraries for sm_90a and sm_100a).
-#   docker build --target cpu  -t gemm-service:cpu .   (--build-arg TORCH_ARGS="--index-url INDEX" for torch's CPU build)
+#   docker build --target cpu  -t gemm-service:cpu --build-arg TORCH_ARGS="--extra-index-url INDEX" .
 #   docker build --target cuda -t gemm-service:cuda .
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
@@ -20,7 +20,8 @@ COPY kernels kernels
 COPY benchmarks/results benchmarks/results
 
 FROM build AS build-cpu
-# TORCH_ARGS may name another index for torch's CPU build, which is smaller than the default one.
+# TORCH_ARGS names an index of torch's CPU builds beside the usual one, which has all else; without it torch comes with
+# CUDA's libraries, several GB of them.
 ARG TORCH_ARGS=""
 RUN /opt/venv/bin/pip install -c constraints.txt ${TORCH_ARGS} '.[torch,grpc,cluster,otel]' \
  && /opt/tools/bin/cyclonedx-py environment --output-reproducible -o /opt/venv/sbom.json /opt/venv/bin/python

@@ -306,6 +306,14 @@ def test_compose_builds_targets_that_the_dockerfile_has() -> None:
     assert {"gemm", "prometheus", "grafana"} <= set(compose["services"])
     targets = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert {"cpu", "cuda"} <= set(targets)
+    arguments = re.findall(r"^ARG (\w+)=", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert set(compose["services"]["gemm"]["build"]["args"]) <= set(arguments)
+
+
+def test_torch_s_own_index_is_asked_beside_the_one_of_all_else() -> None:
+    for name in ("Dockerfile", "deploy/README.md"):
+        (option,) = re.findall(r'TORCH_ARGS="(\S+) INDEX"', (ROOT / name).read_text())
+        assert option == "--extra-index-url", name
 
 
 #: What KServe's v1beta1 CRD adds to a Pod's spec in `predictor`, as far as it is used here.
