@@ -43,9 +43,10 @@ RUN GEMM_KERNELS=/opt/kernels /opt/venv/bin/python -m kernels build --arch sm_90
 # ---- what both final images share ------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS runtime
 # Any user may run it: everything is readable, /data alone is written (group 0, as arbitrary-UID platforms expect).
+# Sticky, so that nobody else of the group can put another file in the place of one: what is measured there is trusted.
 RUN groupadd --system --gid 10001 gemm \
  && useradd --system --uid 10001 --gid gemm --groups 0 --no-create-home --home-dir /nonexistent gemm \
- && install -d -o 10001 -g 0 -m 0770 /data
+ && install -d -o 10001 -g 0 -m 1770 /data
 ENV PATH=/opt/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     GEMM_HOST=0.0.0.0 GEMM_PORT=8000 GEMM_DATA=/data GEMM_LOG_FORMAT=json
 VOLUME /data

@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kernels.device_file import DeviceFile
 from service.settings import OTHER_VARIABLES, PREFIX, Settings
 from tests.build_context import let_through
 
@@ -308,6 +309,20 @@ def test_compose_builds_targets_that_the_dockerfile_has() -> None:
     assert {"cpu", "cuda"} <= set(targets)
     arguments = re.findall(r"^ARG (\w+)=", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert set(compose["services"]["gemm"]["build"]["args"]) <= set(arguments)
+
+
+def test_what_the_image_keeps_of_self_tests_is_read_again(tmp_path: Path) -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    cuda = text.partition(" AS cuda\n")[2]
+    (cache,) = re.findall(r"\bGEMM_CACHE=(\S+)", cuda)
+    (mode, data) = re.findall(r"install -d -o 10001 -g 0 -m (\d+) (\S+)", text)[0]
+    assert Path(cache).parent == Path(data)
+    volume = tmp_path / "data"
+    volume.mkdir()
+    volume.chmod(int(mode, 8))
+    kept = DeviceFile(volume / Path(cache).name, "selftest", "device", "build")
+    kept.update(lambda known: {**known, "step9": "passed"})
+    assert kept.read() == {"step9": "passed"}
 
 
 def test_torch_s_own_index_is_asked_beside_the_one_of_all_else() -> None:

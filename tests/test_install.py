@@ -186,7 +186,7 @@ mount --bind {python} /mnt/python
 case {python} in /root/*)
   mount -t tmpfs -o mode=755 tmpfs /root && mkdir -p {python} && mount --bind /mnt/python {python};;
 esac
-chgrp 0 /mnt/data && chmod 770 /mnt/data
+chgrp 0 /mnt/data && chmod 1770 /mnt/data
 mount -o remount,bind,ro /
 exec setpriv --reuid 54321 --regid 0 --clear-groups --no-new-privs --bounding-set -all \
   env -i {environ} {image}/venv/bin/{command}

@@ -53,6 +53,8 @@ _EXAMPLES = """\
 
 Every setting is a flag, an environment variable (GEMM_PORT for --port) and a name in the TOML file (port);
 the first of them that names it wins. SIGTERM finishes accepted work within --grace-seconds; exit status 0.
+Of the environment alone: GEMM_KERNELS, the folder of compiled kernels, and GEMM_CACHE, that of self-tests' outcomes
+and measured times (~/.cache/gemm-kernels where it is unset).
 """
 
 
