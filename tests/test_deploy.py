@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kernels.device_file import DeviceFile
-from service.settings import OTHER_VARIABLES, PREFIX, Settings
+from service.settings import OTHER_VARIABLES, PREFIX, Settings, parse_bytes
 from tests.build_context import let_through
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -268,17 +268,55 @@ def test_a_build_is_sent_what_the_dockerfile_copies() -> None:
     assert {Path(each).name for each in results} == {"ladder.json"}
 
 
-def test_the_images_hold_what_replicas_need() -> None:
+def test_the_images_hold_what_replicas_and_traces_need() -> None:
     installs = re.findall(
         r"pip install -c constraints\.txt .*'\.\[(\S+)\]'", (ROOT / "Dockerfile").read_text()
     )
-    assert sum("cluster" in extras.split(",") for extras in installs) == 2
+    assert sum({"cluster", "otel"} <= set(extras.split(",")) for extras in installs) == 2
 
 
 def test_compose_with_tls_sets_what_the_service_knows() -> None:
     environ = load(ROOT / "deploy/compose.tls.yaml")["services"]["gemm"]["environment"]
     for name in environ:
         assert name.removeprefix(PREFIX).lower() in Settings.model_fields, name
+
+
+def test_who_reads_a_secret_in_the_container_is_said_and_git_ignores_secrets() -> None:
+    (user,) = re.findall(r"^USER (\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    secret = load(ROOT / "deploy/compose.yaml")["secrets"]["keys.json"]["file"]
+    assert f"chown {user} deploy/keys.json" in (ROOT / "deploy/compose.yaml").read_text()
+    assert f"chown {user} deploy/tls/tls.key" in (ROOT / "deploy/compose.tls.yaml").read_text()
+    assert f"chown {user} deploy/keys.json" in (ROOT / "deploy/README.md").read_text()
+    ignored = (ROOT / ".gitignore").read_text().split()
+    assert {f"/deploy/{Path(secret).name}", "/deploy/tls/"} <= set(ignored)
+
+
+def test_the_namespaces_that_may_connect_are_labelled_as_the_readme_says() -> None:
+    (rule,) = load(BASE / "network.yaml")["spec"]["ingress"]
+    assert {"podSelector": {}} in rule["from"]  # its own namespace
+    labels = [
+        f"{name}={value}"
+        for each in rule["from"]
+        for name, value in each.get("namespaceSelector", {}).get("matchLabels", {}).items()
+    ]
+    told = re.findall(
+        r"^kubectl label namespace \w+ (\S+)$", (ROOT / "deploy/README.md").read_text(), re.MULTILINE
+    )
+    assert told == labels
+
+
+def test_the_store_leaves_room_on_its_volume() -> None:
+    stateful = load(BASE / "statefulset.yaml")["spec"]
+    (claim,) = stateful["volumeClaimTemplates"]
+    predictor = load(ROOT / "deploy/kserve/inferenceservice.yaml")["spec"]["predictor"]
+    (folder,) = [volume["emptyDir"] for volume in predictor["volumes"] if volume["name"] == "data"]
+    for container, size in (
+        (stateful["template"]["spec"]["containers"][0], claim["spec"]["resources"]["requests"]["storage"]),
+        (predictor["containers"][0], folder["sizeLimit"]),
+    ):
+        environ = {each["name"]: each.get("value") for each in container["env"]}
+        budget = Settings.model_validate({"store_disk_bytes": environ["GEMM_STORE_DISK_BYTES"]})
+        assert budget.store_disk_bytes < parse_bytes(f"{size}B")
 
 
 def test_the_pod_outlives_the_grace_period() -> None:
