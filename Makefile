@@ -14,7 +14,7 @@ CI := 'ci and not gpu and not slow'
 # Real processes get a second try on a machine that others use too, kernels don't (tests/conftest.py); each is reported.
 SPREAD := -n 2 --reruns 1 -r Rs
 
-.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-large test-ray lint proto audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
+.PHONY: help demo serve test browser perf-analyzer test-ci test-gpu test-large test-ray lint proto rules audit sbom soak fuzz drills bench bench-front bench-transport bench-gpu bench-gpus mutants verify-virtual predict clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ lint: $(VENV)/.dev ## Check style and types
 proto: $(VENV)/.dev ## Write the messages of gRPC again from service/inference/proto/inference.proto
 	$(PIP) grpcio-tools
 	cd service/inference/proto && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. inference.proto
+
+rules: $(VENV)/.dev ## Write the Prometheus operator's rules again from deploy/prometheus
+	$(BIN)/python -m tests.operator_rules
 
 audit: $(VENV)/.dev ## Ask the advisory database (online) about every pinned version
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off -s osv -r constraints.txt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 
 from kernels.device_file import DeviceFile
 from service.settings import OTHER_VARIABLES, PREFIX, Settings, parse_bytes
+from tests import operator_rules
 from tests.build_context import let_through
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,7 +217,8 @@ def test_each_pod_is_scraped_once_as_the_alerts_know_it(overlay: Path) -> None:
 
 
 def test_the_operators_rules_are_prometheus_own() -> None:
-    rule = load(ROOT / "deploy/kubernetes/components/monitoring/rules.yaml")
+    assert operator_rules.FILE.read_text() == operator_rules.text(), "`make rules` writes it"
+    rule = load(operator_rules.FILE)
     own = [
         group["rules"]
         for name in ("rules.yml", "alerts.yml")
@@ -224,6 +227,21 @@ def test_the_operators_rules_are_prometheus_own() -> None:
     assert [group["rules"] for group in rule["spec"]["groups"]] == own
     names = [group["name"] for group in rule["spec"]["groups"]]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl isn't there")
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_any_overlay_takes_the_component_of_rules(overlay: Path, tmp_path: Path) -> None:
+    kustomization = {
+        "resources": [os.path.relpath(overlay, tmp_path)],
+        "components": [os.path.relpath(operator_rules.FILE.parent, tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    command = ["kubectl", "kustomize", str(tmp_path)]
+    text = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    objects = [(identity(each), each) for each in yaml.safe_load_all(text)]
+    assert dict(objects)["PrometheusRule", "gemm"] == load(operator_rules.FILE)
+    assert len(objects) == len(rendered(overlay)) + 1
 
 
 @pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.tls.yaml")], ids=len)
@@ -239,6 +257,12 @@ def test_what_compose_mounts_is_there_and_prometheus_asks_the_service(files: tup
     (target,) = [target for each in scrape["static_configs"] for target in each["targets"]]
     port = services["gemm"]["environment"].get("GEMM_METRICS_PORT", "8000")
     assert target == f"gemm:{port}"
+    assert f"./prometheus:{Path(config.partition('=')[2]).parent}:ro" in services["prometheus"]["volumes"]
+    assert all((file.parent / name).is_file() for name in load(file)["rule_files"])
+    # Asked by that name, the service has to know it.
+    assert "gemm" in load(ROOT / "deploy/compose.yaml")["services"]["gemm"]["environment"][
+        "GEMM_HOSTS"
+    ].split(",")
     for mount in services["grafana"]["volumes"]:
         assert (ROOT / "deploy" / mount.split(":")[0]).exists(), mount
     provisioning = ROOT / "deploy/grafana/provisioning"

@@ -39,7 +39,8 @@ def tool(name: str, *arguments: str) -> str:
 
 
 def test_rules_are_valid_and_do_what_they_say() -> None:
-    assert "SUCCESS" in tool("promtool", "check", "config", "prometheus.yml")
+    for config in ("prometheus.yml", "compose.yml", "compose.tls.yml"):
+        assert "SUCCESS" in tool("promtool", "check", "config", config)
     assert "SUCCESS" in tool("promtool", "test", "rules", "tests.yml")
 
 
